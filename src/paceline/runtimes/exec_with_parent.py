@@ -1,11 +1,14 @@
-"""``python exec_with_parent.py PARENT COMMAND``: becomes the command, and the kernel kills it with its parent.
+"""Becomes a command that the kernel kills with its parent.
+
+Usage: ``python exec_with_parent.py PARENT COMMAND``.
 
 A launcher starts its workers through this program. So a script ends with the launcher even while it
 imports its libraries, and even if it never imports paceline. Linux keeps the parent-death signal
 across exec. The signal comes when the *thread* that started the process ends, so a launcher starts
 workers from its main thread.
 
-It runs by path, with ``-I -S``, and imports nothing of paceline: that takes some hundredths of a second.
+It runs by path, with ``-I -S``, and imports nothing of paceline: that takes some hundredths of a
+second.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def end_with_parent() -> None:
 
 
 def main(parent: int, command: list[str]) -> NoReturn:
-    """Become *command*, unless *parent* has ended before this process could ask for the signal."""
+    """Become *command*, unless *parent* ended before this process could register for the signal."""
     end_with_parent()
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which runtime this process is in."""
+"""Chooses the runtime of this process."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from paceline.runtimes.real.runtime import RealRuntime
 
 
 def join_runtime() -> Runtime:
-    """The caller's runtime; where there is none yet, this process becomes a real worker, or
-    an emulated one where its launcher says so."""
+    """Return the caller's runtime.
+
+    If there is none yet, this process becomes a worker: an emulated one if its launcher says so,
+    else a real one.
+    """
     runtime = current_runtime()
     if runtime is None:
         options = RunOptions.from_environment()

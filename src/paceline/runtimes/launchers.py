@@ -11,20 +11,21 @@ The first one that is set counts. Slurm comes after MPI's launchers: these start
 srun, and workers inherit the variables of the daemons' step.
 
 Variables also exist in shells, where they mean nothing. Slurm sets SLURM_NTASKS for an allocation,
-and in a batch script even SLURM_PROCID: only srun's tasks have a step's number.
+and in a batch script even SLURM_PROCID. Only tasks of srun have a step's number.
 
-Two launchers may both have variables: torchrun under srun, for example, or Ray, whose processes have
-those of Ray's own step. The launcher that starts processes itself counts. These are errors, since
-each process would train alone or all would be one rank:
+Two launchers may both have variables: torchrun under srun, for example, or Ray, whose processes
+have those of Ray's own step. Then the launcher that started this process itself counts. The
+following cases are errors, since each process would train alone or all processes would have one
+rank:
 
-- a bare ``RANK`` that differs from the launcher's (a shell or a job script left it there), unless
-  ``WORLD_SIZE=1`` says that these are jobs of their own;
-- torchrun of one machine in each of several tasks;
-- several processes of a launcher that cannot find worker 0;
-- torchrun's own variables (``PET_NNODES``), as Kubeflow sets them, without torchrun.
+- A bare ``RANK`` differs from the launcher's, because a shell or a job script has set it. With
+  ``WORLD_SIZE=1`` it is no error: these are jobs of their own.
+- torchrun for one machine runs in each of several tasks.
+- A launcher has started several processes that cannot find worker 0.
+- torchrun's own variables (``PET_NNODES``) are set, as Kubeflow sets them, without torchrun.
 
 No variable has the address of worker 0. Slurm has a list of nodes, and mpirun on one machine needs
-none. Elsewhere MASTER_ADDR must be set.
+none. In all other cases MASTER_ADDR must be set.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from dataclasses import dataclass, replace
 from paceline.errors import UsageError
 
 _PORTS = 20000
-"""Lowest guessed port: ports are below those that the kernel assigns itself."""
+"""The lowest guessed port: such ports are below those that the kernel assigns itself."""
 _NO_STEP = 0xFFFFFFF0
 """Slurm's step numbers from here on are batch scripts, shells and the like, not steps."""
 _START = "start it with torchrun or paceline run"
@@ -45,9 +46,17 @@ _START = "start it with torchrun or paceline run"
 
 @dataclass(frozen=True)
 class Place:
-    """One worker of a job. *local_size*: workers on its machine, 0 if unknown;
-    *node*: its machine's number, None if unknown; *master*, *port*: where worker 0 is to be
-    found, empty and 0 if unknown."""
+    """One worker's place in its job.
+
+    Attributes:
+        rank: Its rank.
+        size: Number of workers.
+        local_rank: Its rank on its machine.
+        local_size: Workers on its machine; 0: unknown.
+        node: Its machine's number; None: unknown.
+        master: Address of worker 0; empty: unknown.
+        port: Port of worker 0's store; 0: unknown.
+    """
 
     rank: int
     size: int
@@ -58,7 +67,7 @@ class Place:
     port: int = 0
 
     def to_environment(self) -> dict[str, str]:
-        """The same as torchrun says it."""
+        """Return the same place in torchrun's variables."""
         said = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
@@ -75,10 +84,10 @@ ALONE = Place(rank=0, size=1)
 
 
 def find(environment: Mapping[str, str]) -> Place | None:
-    """The place that *environment* gives this process; None: it is a job of one.
+    """Return the place that *environment* gives this process; None: it is a job of one.
 
-    Raises `UsageError` where it is one of several that cannot find each other, and for
-    variables that do not hold what they should.
+    Raises `UsageError` if this is one of several processes that cannot find each other, or a
+    variable has an invalid value.
     """
     for look in (_by_rank, _by_open_mpi, _by_pmi, _by_slurm):
         place = look(environment)
@@ -90,7 +99,7 @@ def find(environment: Mapping[str, str]) -> Place | None:
 
 
 def _check_rank(place: Place) -> None:
-    """Raise `UsageError` for a rank that there is not: the others would wait for one that is."""
+    """Raise `UsageError` for a rank out of range: the other workers would wait for a valid one."""
     if not 0 <= place.rank < place.size:
         raise UsageError(
             f"this process is to be rank {place.rank} of {place.size} workers, as the variables "
@@ -100,8 +109,9 @@ def _check_rank(place: Place) -> None:
 
 
 def lone_rank(environment: Mapping[str, str]) -> int | None:
-    """The rank of a process that knows only its rank; its server knows how many workers there are. Raises
-    `UsageError` for a rank that is no number.
+    """Return the rank of a process that knows only its rank; None: it knows more, or nothing.
+
+    Its server knows the number of workers. Raises `UsageError` for a rank that is no number.
     """
     if not environment.get("RANK") or environment.get("WORLD_SIZE"):
         return None
@@ -109,8 +119,10 @@ def lone_rank(environment: Mapping[str, str]) -> int | None:
 
 
 def check_lone_rank(environment: Mapping[str, str], rank: int) -> None:
-    """Raise `UsageError` where what launched this process says another rank than that lone one:
-    then it was set for all tasks, and all would be one worker."""
+    """Raise `UsageError` if the launcher of this process gives it another rank than *rank*.
+
+    Then RANK was set for all tasks, and all of them would be one worker.
+    """
     if _START_THEMSELVES.search("\n".join(environment)):
         return
     name, said = _launched_by(environment)
@@ -145,7 +157,7 @@ def _by_rank(environment: Mapping[str, str]) -> Place | None:
 
 
 def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
-    """Raise `UsageError` where what launched this process says something else than RANK."""
+    """Raise `UsageError` if the launcher of this process contradicts RANK."""
     under_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if not under_torchrun and _START_THEMSELVES.search("\n".join(environment)):
         return
@@ -169,7 +181,7 @@ def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
 
 
 def _launched_by(environment: Mapping[str, str]) -> tuple[str, Place | None]:
-    """What started this very process as one of several, if anything, and as which."""
+    """Return the launcher that started this process as one of several, and its place; or none."""
     # The address of worker 0 does not matter here.
     anywhere = {"MASTER_ADDR": "localhost", **environment}
     looks = {"mpirun": _by_open_mpi, "mpiexec": _by_pmi, "srun": _by_slurm}
@@ -179,8 +191,10 @@ def _launched_by(environment: Mapping[str, str]) -> tuple[str, Place | None]:
 
 
 def _check_torchrun_is_there(environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` where torchrun's variables say several processes, and the script was started
-    without it. In a pod of a PyTorchJob RANK counts pods then, and WORLD_SIZE processes."""
+    """Raise `UsageError` if torchrun's variables name several processes, and torchrun is missing.
+
+    In a pod of a PyTorchJob, RANK counts pods in this case, and WORLD_SIZE processes.
+    """
     if "TORCHELASTIC_RUN_ID" in environment or "LOCAL_RANK" in environment:
         return
     nodes = environment.get("PET_NNODES") or "1"
@@ -199,7 +213,8 @@ def _check_torchrun_is_there(environment: Mapping[str, str]) -> None:
 
 
 _START_THEMSELVES = re.compile(r"^(RAY_|PACELINE_SURVIVE$)", re.MULTILINE)
-"""Variables of programs other than torchrun that start processes inside another launcher's tasks."""
+"""Variables of programs other than torchrun that start processes inside another launcher's
+tasks."""
 
 
 def _by_open_mpi(environment: Mapping[str, str]) -> Place | None:
@@ -252,7 +267,7 @@ def _by_slurm(environment: Mapping[str, str]) -> Place | None:
 
 
 def _step(environment: Mapping[str, str]) -> int | None:
-    """The number of the step that this process is in."""
+    """Return the number of the step that this process is in."""
     text = _first(environment, "SLURM_STEP_ID", "SLURM_STEPID")
     return int(text) if text.isdecimal() and int(text) < _NO_STEP else None
 
@@ -261,7 +276,8 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
     if "PMI_RANK" not in environment or "PMI_SIZE" not in environment:
         return None
     if _step(environment) is not None and "MPI_LOCALNRANKS" not in environment:
-        return None  # started by srun
+        # srun has started it.
+        return None
     size = _whole(environment, "PMI_SIZE")
     if size == 1:
         return ALONE
@@ -285,18 +301,20 @@ def _by_pmi(environment: Mapping[str, str]) -> Place | None:
 
 
 def _only_node(size: int, local_size: int) -> int | None:
-    """The node's number where a launcher of MPI gives none: known if there is one node alone. Ranks need not be
-    numbered node by node (``mpirun --map-by node``), and OMPI_COMM_WORLD_NODE_RANK numbers the processes of a
-    node."""
+    """Return the node's number under an MPI launcher: known only if there is a single node.
+
+    Ranks need not be numbered node by node (``mpirun --map-by node``), and
+    OMPI_COMM_WORLD_NODE_RANK numbers the processes of a node.
+    """
     return 0 if local_size == size else None
 
 
 def first_host(nodelist: str) -> str:
-    """The first of a list as Slurm writes it: ``gpu[07-09,12],head`` begins with gpu07.
+    """Return the first host of Slurm's list: ``gpu[07-09,12],head`` begins with gpu07.
 
-    Raises `UsageError` for what is no such list.
+    Raises `UsageError` for text that is no such list.
     """
-    # Up to the first comma outside brackets.
+    # Take the text up to the first comma outside brackets.
     match = re.match(r"(?:[^\[\],]|\[[^\[\]]*\])+(?=,|$)", nodelist)
     name = "" if match is None else match.group()
     first = re.sub(r"\[(\d+)(?:-\d+)?(?:,\d+(?:-\d+)?)*\]", r"\1", name)
@@ -308,9 +326,9 @@ def first_host(nodelist: str) -> str:
 
 
 def tasks_on(node: int, text: str) -> int:
-    """The tasks on a node, as Slurm writes them for all: ``2(x3),1`` is 2, 2, 2, 1.
+    """Return the tasks on a node, from Slurm's list for all: ``2(x3),1`` is 2, 2, 2, 1.
 
-    Raises `UsageError` for what is no such list, or too short.
+    Raises `UsageError` for text that is no such list, or too short.
     """
     for entry in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
@@ -346,12 +364,12 @@ def _master(
 
 
 def _first(environment: Mapping[str, str], *names: str) -> str:
-    """What the first of these variables says that says anything."""
+    """Return the first non-empty value of these variables."""
     return next(filter(None, map(environment.get, names)), None) or ""
 
 
 def _port(environment: Mapping[str, str], number: int) -> int:
-    """One that all workers of a job find by themselves, and other jobs hardly take."""
+    """Return a port that all workers of a job compute alike, and other jobs rarely use."""
     if environment.get("MASTER_PORT"):
         return _whole(environment, "MASTER_PORT")
     return _PORTS + number % _PORTS

@@ -1,9 +1,8 @@
-"""Processes that a launcher has started: how it supervises and ends them, how they ended, what they print.
+"""Supervises processes that a launcher has started, and passes on their output.
 
-Theory of operation
--------------------
-A launcher that is killed ends no other process. So it starts each worker by `ends_with_this`: the kernel then kills
-the worker when its launcher ends (PR_SET_PDEATHSIG), from before the worker's command begins.
+A launcher that is killed ends no other process. So it starts each worker by `ends_with_this`: the
+kernel then kills the worker when its launcher ends (PR_SET_PDEATHSIG), from before the worker's
+command begins.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LAUNCHER_VARIABLE = "PACELINE_LAUNCHER"
 
 
 class Process(Protocol):
-    """What `subprocess.Popen` and a process in an emulated host have in common."""
+    """The common interface of `subprocess.Popen` and a process in an emulated host."""
 
     pid: int
 
@@ -50,10 +49,10 @@ class Process(Protocol):
 
 
 class ProcessWithDescriptor(Process, Protocol):
-    """A process that has a descriptor of its own, as one in an emulated host has."""
+    """A process with a descriptor of its own, such as a process in an emulated host."""
 
     def fileno(self) -> int:
-        """Readable once the process has ended."""
+        """Return a descriptor that is readable once the process has ended."""
         ...
 
 
@@ -61,19 +60,24 @@ SupervisedProcess = subprocess.Popen[bytes] | ProcessWithDescriptor
 
 
 def as_launcher() -> dict[str, str]:
-    """What tells workers that this process has started them."""
+    """Return the variables by which workers know that this process started them."""
     return {LAUNCHER_VARIABLE: str(os.getpid())}
 
 
 def leave_interrupts_to_launcher() -> None:
-    """Let this worker say nothing of Ctrl-C, which its launcher tells; a worker's own children do say it."""
+    """Print no traceback of Ctrl-C in this worker, since its launcher reports it.
+
+    The worker's own child processes print theirs.
+    """
     if os.environ[LAUNCHER_VARIABLE] == str(os.getppid()):
         sys.excepthook = _without_interrupts
 
 
 def ends_with_this(command: Sequence[str]) -> list[str]:
-    """The command by which the kernel kills *command* when this process ends. Start it from a thread
-    that lives as long as the process: the kernel watches the thread."""
+    """Return the command that runs *command* so that the kernel kills it when this process ends.
+
+    Start it from a thread that lives as long as the process: the kernel watches the thread.
+    """
     flags = [sys.executable, "-I", "-S", exec_with_parent.__file__]
     return [*flags, str(os.getpid()), *command]
 
@@ -86,14 +90,14 @@ def _without_interrupts(
 
 
 def reader_has_gone() -> bool:
-    """Whether standard output is a pipe whose reader has gone, as in ``| head -1``."""
+    """Return whether standard output is a pipe without a reader, as after ``| head -1``."""
     watch = select.poll()
     watch.register(1, 0)
     return any(found & select.POLLERR for _, found in watch.poll(0))
 
 
 def wait_for_all(processes: Iterable[Process], seconds: float) -> None:
-    """Until all have ended, or the time is up."""
+    """Wait until all processes have ended, but at most *seconds*."""
     deadline = time.monotonic() + seconds
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -101,10 +105,10 @@ def wait_for_all(processes: Iterable[Process], seconds: float) -> None:
 
 
 def end_all(processes: Iterable[Process]) -> None:
-    """Ask all to end, and kill those that have not within `Timeouts.terminate`.
+    """Terminate all processes, and kill those still running after `Timeouts.terminate`.
 
-    The kernel may delay the end of a killed process, in a driver's call for example: the wait for it has the
-    same limit.
+    The kernel may delay the end of a killed process, in a driver's call for example: the wait for
+    it has the same limit.
     """
     alive = [process for process in processes if process.poll() is None]
     for process in alive:
@@ -117,7 +121,7 @@ def end_all(processes: Iterable[Process]) -> None:
 
 
 def how_it_ended(status: int) -> str:
-    """An exit status as text; negative: the signal."""
+    """Return an exit status as text; a negative one is a signal."""
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
@@ -130,8 +134,8 @@ PEER_LOST_MARKERS = (
     "remote process exited",
     PeerLostError.__name__,
 )
-"""Messages of gloo, NCCL and `peer_monitor` in a worker whose peer has ended: a consequence of another failure,
-not a cause."""
+"""Messages of gloo, NCCL and `peer_monitor` in a worker whose peer has ended. Such an error is a
+consequence of another failure, not a cause."""
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"
 """File for a worker's final error, as torchrun and paceline's launchers expect it."""
@@ -153,8 +157,10 @@ class _Report(msgspec.Struct):
 
 @dataclass(frozen=True)
 class ReportedError:
-    """What a failed worker has left: see `ending.write_torchelastic_error`. *seconds*: since 1970. *final*: the
-    same process, started again, would fail alike."""
+    """The error that a failed worker has written: see `ending.write_torchelastic_error`.
+
+    *seconds* counts since 1970. *final*: a restart of the process would fail in the same way.
+    """
 
     message: str = ""
     seconds: float = 0.0
@@ -162,7 +168,7 @@ class ReportedError:
 
 
 def reported_error(path: Path) -> ReportedError:
-    """The error in that file; an empty one, where a worker has left none."""
+    """Return the error in that file; an empty one if the worker has written none."""
     try:
         report = msgspec.json.decode(path.read_bytes(), type=_Report).message
         extra = report.extraInfo
@@ -176,13 +182,13 @@ class WorkerExit:
     """How a worker's process ended.
 
     Attributes:
-        rank: The worker's.
-        pid: The process's.
+        rank: The worker's rank.
+        pid: The process's number.
         status: Its exit status; negative: the signal.
         seconds: When it ended, in seconds since 1970.
-        message: The error that it reported, if it could.
-        final: The same process, started again, would fail alike.
-        by_launcher: The launcher ended it, because another worker had failed.
+        message: The error that it reported; empty: none.
+        final: Whether a restart of the process would fail in the same way.
+        by_launcher: Whether the launcher ended it, because another worker had failed.
     """
 
     rank: int
@@ -194,7 +200,7 @@ class WorkerExit:
     by_launcher: bool = False
 
     def describe(self) -> str:
-        """How it ended, as a phrase."""
+        """Return how it ended, as a phrase."""
         if self.by_launcher:
             return "was ended by the launcher"
         how = f"{how_it_ended(self.status)} (process {self.pid})"
@@ -204,7 +210,7 @@ class WorkerExit:
 class ProcessSupervisor:
     """Waits for the workers' processes of a job, and ends them.
 
-    Each is in one poll set from `add` to its exit, and each exit is reported once.
+    Each process is in one poll set from `add` to its exit, and each exit is reported once.
     """
 
     def __init__(self) -> None:
@@ -213,13 +219,13 @@ class ProcessSupervisor:
 
     @property
     def is_running(self) -> bool:
-        """Whether a process has not ended, as far as `wait` and `stop` have reported."""
+        """Whether a process is still running, as far as `wait` and `stop` have reported."""
         return bool(self._running)
 
     def add(
         self, rank: int, process: SupervisedProcess, error_file: Path | None = None
     ) -> None:
-        """Supervise the *process* of worker *rank*, which leaves its error in *error_file*."""
+        """Supervise the *process* of worker *rank*, which writes its error to *error_file*."""
         descriptor = _exit_descriptor(process)
         if descriptor is not None:
             self._poll.register(descriptor, select.POLLIN)
@@ -231,7 +237,7 @@ class ProcessSupervisor:
         """Wait until a process ends, a descriptor of *wake* is readable, or *seconds* pass.
 
         Returns:
-            The exits since the last call. Where no process is left: at once.
+            The exits since the last call. If no process is left, it returns at once.
         """
         deadline = time.monotonic() + seconds
         for descriptor in wake:
@@ -253,8 +259,9 @@ class ProcessSupervisor:
         """End all processes: SIGTERM after *grace* seconds, SIGKILL `Timeouts.terminate` later.
 
         Returns:
-            The exits since the last call. A process that the kernel holds back after SIGKILL has none, and
-            is no longer waited for.
+            The exits since the last call. A process whose end the kernel delays after SIGKILL has
+            none, and
+            is no longer supervised.
         """
         exits = self._wait_for_all(grace)
         for one in self._running.values():
@@ -277,7 +284,7 @@ class ProcessSupervisor:
 
     @property
     def _longest_poll(self) -> float:
-        """Seconds: a process without a descriptor is asked again and again."""
+        """Return the longest wait in seconds: a process without a descriptor must be polled."""
         if all(one.descriptor is not None for one in self._running.values()):
             return math.inf
         return _ASK_SECONDS
@@ -304,7 +311,7 @@ _ASK_SECONDS = 0.1
 
 @dataclass
 class _Supervised:
-    """A process that has not ended. *killed*: by its supervisor."""
+    """A process that has not ended. *killed*: its supervisor has killed it."""
 
     process: SupervisedProcess
     descriptor: int | None
@@ -312,7 +319,7 @@ class _Supervised:
     killed: bool = field(default=False, init=False)
 
     def exit(self, rank: int, status: int) -> WorkerExit:
-        """How it ended, with this *status*."""
+        """Return how it ended, with this *status*."""
         error = ReportedError()
         if self.error_file is not None:
             error = reported_error(self.error_file)
@@ -329,9 +336,9 @@ class _Supervised:
 
 
 def _exit_descriptor(process: SupervisedProcess) -> int | None:
-    """A descriptor that is readable once *process* has ended.
+    """Return a descriptor that is readable once *process* has ended.
 
-    None where the kernel has none to give: it is older than Linux 5.3, or a sandbox forbids the call.
+    None if the kernel cannot make one: it is older than Linux 5.3, or a sandbox forbids the call.
     """
     if not isinstance(process, subprocess.Popen):
         return process.fileno()
@@ -342,12 +349,12 @@ def _exit_descriptor(process: SupervisedProcess) -> int | None:
 
 
 def is_consequence(fault: str) -> bool:
-    """Whether a *fault* only says that a peer has gone."""
+    """Return whether a *fault* is only the loss of a peer."""
     return any(words in fault for words in PEER_LOST_MARKERS)
 
 
 def failure_summary(failures: Sequence[WorkerExit]) -> str:
-    """A line per failed worker. What is a consequence comes after its cause."""
+    """Return a line per failed worker. Consequences come after their cause."""
 
     def order(failure: WorkerExit) -> tuple[bool, bool, float]:
         consequence = is_consequence(failure.message)
@@ -360,8 +367,11 @@ def failure_summary(failures: Sequence[WorkerExit]) -> str:
 
 
 def _after(failure: WorkerExit, first: WorkerExit) -> str:
-    """How one ended after the *first*, whose words are not said again; nor are gloo's of a peer that is
-    gone, which name no cause."""
+    """Return how a worker ended after the *first* one.
+
+    It omits a message that repeats the first one's, and gloo's messages of a lost peer, which name
+    no cause.
+    """
     how = replace(failure, message="").describe()
     if failure.by_launcher or not failure.message:
         return how
@@ -376,29 +386,32 @@ Shown = Literal["first", "all"]
 
 
 class WorkerOutput:
-    """Streams for workers' processes. *shown* None: they are this process's own. What worker
-    0 prints goes where this process's goes; what others print is left out, or shown line by
-    line behind their rank. Of all of them standard error is shown."""
+    """Streams for workers' processes.
+
+    *shown* None: workers write to this process's own streams. Otherwise worker 0's output goes to
+    this process's output. *shown* says whether the other workers' output is dropped, or printed
+    line by line behind their rank. Standard error of all workers is printed.
+    """
 
     def __init__(self, shown: Shown | None) -> None:
         self._shown = shown
         self._threads: list[threading.Thread] = []
 
     def streams(self, worker: int) -> tuple[int | None, int | None]:
-        """A worker's standard output and error, as `EmulatedNetwork.popen` takes them."""
+        """Return a worker's standard output and error, as `EmulatedNetwork.popen` takes them."""
         if self._shown is None or (worker == 0 and self._shown == "first"):
             return None, None
         output = subprocess.PIPE if self._shown == "all" else subprocess.DEVNULL
         return output, subprocess.PIPE if worker else None
 
     def environment(self) -> Mapping[str, str]:
-        """Without it Python keeps lines back where it writes into a pipe."""
+        """Return variables for workers, as Python would buffer lines that it writes to a pipe."""
         return {"PYTHONUNBUFFERED": "1"} if self._shown == "all" else {}
 
     def show(
         self, worker: int, output: IO[bytes] | None, errors: IO[bytes] | None
     ) -> None:
-        """Print each line of its process when it arrives."""
+        """Print each line of a worker's process when it arrives."""
         for source, target in ((output, sys.stdout), (errors, sys.stderr)):
             if source is not None:
                 thread = threading.Thread(
@@ -408,7 +421,7 @@ class WorkerOutput:
                 self._threads.append(thread)
 
     def finish(self) -> None:
-        """All processes have ended: wait for their last words."""
+        """Wait for the last output of processes, all of which have ended."""
         for thread in self._threads:
             thread.join(timeouts.last_output)
         self._threads.clear()
@@ -426,10 +439,11 @@ def _copy(worker: int, source: IO[bytes], target: TextIO) -> None:
 
 
 def write_whole_lines(streams: Iterable[Any] | None = None) -> None:
-    """Python that is run unbuffered (``PYTHONUNBUFFERED``, as images of containers have it)
-    writes each word of a ``print``, and the end of its line, by itself: those of another
-    worker come in between. From now on *streams*, by default this process's own two, write
-    line by line, and as promptly."""
+    """Let *streams* write whole lines, as promptly; by default this process's own two.
+
+    Unbuffered Python (``PYTHONUNBUFFERED``, as container images set it) writes each word of a
+    ``print``, and the end of its line, by itself. Then words of other workers come in between.
+    """
     for stream in (sys.stdout, sys.stderr) if streams is None else streams:
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             stream.reconfigure(line_buffering=True, write_through=False)

@@ -1,8 +1,8 @@
-"""Progress of workers, as their launcher learns it.
+"""Reports the progress of workers to their launcher.
 
-A file has it for readers that look now and then: a supervisor after a death, since the file outlives
-its writer, and the status lines at a terminal. The rules of an emulated cluster take effect in a
-step, so worker 0 sends each step on a socket.
+- *File*: for readers that poll: a supervisor after a death, since the file outlives its writer, and
+  the status lines at a terminal.
+- *Socket*: the rules of an emulated cluster take effect in a step, so worker 0 sends each step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from paceline.records import Phase, StepRecorder
 
 FILE_VARIABLE = "PACELINE_PROGRESS_FILE"
-"""File that a worker writes its `WorkerProgress` to."""
+"""The file that a worker writes its `WorkerProgress` to."""
 SOCKET_VARIABLE = "PACELINE_PROGRESS"
 """The launcher's socket, which worker 0 sends each completed step to."""
 
@@ -30,10 +30,14 @@ _MOST_METRICS = 2
 
 
 class WorkerProgress(msgspec.Struct, omit_defaults=True):
-    """How far a worker has come, and what a step takes now.
+    """The steps that a worker has completed, and the present times of a step.
 
-    *step*: of the job, the last one that has ended. *step_seconds* and *exposed_seconds*: means over
-    its last few. *buckets*: of its plan. *phase*: of its last step.
+    Attributes:
+        step: The last completed step of the job.
+        step_seconds: Mean of its last few steps.
+        exposed_seconds: Mean exposed communication time of its last few steps.
+        buckets: Number of buckets of its plan.
+        phase: Phase of its last step.
     """
 
     step: int = 0
@@ -46,8 +50,9 @@ class WorkerProgress(msgspec.Struct, omit_defaults=True):
 
     @classmethod
     def of(cls, recorder: StepRecorder) -> WorkerProgress:
-        """As a worker's recorder says; another thread may write in it meanwhile."""
-        steps = list(recorder.steps)  # one atomic copy
+        """Read it from a worker's recorder, which another thread may write to meanwhile."""
+        # The copy is atomic.
+        steps = list(recorder.steps)
         count = recorder.period * -(-_LAST_STEPS // recorder.period)
         # The first step includes start-up costs.
         last = steps[1:][-count:] or steps
@@ -63,13 +68,13 @@ class WorkerProgress(msgspec.Struct, omit_defaults=True):
         )
 
     def write(self, path: Path) -> None:
-        """For `read`. Training goes on where that cannot be."""
+        """Write it to a file for `read`. Training goes on if that fails."""
         with contextlib.suppress(OSError):
             path.write_bytes(msgspec.json.encode(self))
 
 
 def read(path: Path) -> WorkerProgress | None:
-    """What is there; None: nothing yet, or it is being written."""
+    """Read the file; None: there is none yet, or a worker is writing it."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=WorkerProgress)
     except (OSError, msgspec.MsgspecError):
@@ -77,7 +82,7 @@ def read(path: Path) -> WorkerProgress | None:
 
 
 def last_step(path: Path) -> int:
-    """The step that a worker wrote last; 0: none. (It may have died while it wrote one.)"""
+    """Return the last step that a worker wrote; 0: none. It may have died while it wrote one."""
     progress = read(path)
     if progress is None:
         return int(path.exists())
@@ -85,7 +90,7 @@ def last_step(path: Path) -> int:
 
 
 def place(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Where this process is to write a `WorkerProgress`, if anywhere."""
+    """Return the file for this process's `WorkerProgress`; None: its launcher reads none."""
     file = environment.get(FILE_VARIABLE)
     return Path(file) if file else None
 
@@ -97,18 +102,19 @@ def attach_progress_writer(
     server_only: bool,
     environment: Mapping[str, str] = os.environ,
 ) -> None:
-    """Note this worker's steps where its launcher looks, if it does.
+    """Write this worker's steps to its launcher's file, if there is one.
 
-    A supervisor goes on from the last step (*server_only*), so it gets each of them. Other launchers get
-    one now and then, of one worker a machine. *first_step*: how many the job had done when this worker
-    joined it."""
+    A supervisor continues from the last step (*server_only*), so it gets each one. Other launchers
+    get a step now and then, from one worker per machine. *first_step* returns the steps that the
+    job had completed when this worker joined it.
+    """
     file = place(environment)
     if file is not None and (server_only or environment.get("LOCAL_RANK", "0") == "0"):
         recorder.observers.append(_Writer(file, recorder, first_step, server_only))
 
 
 class _Writer:
-    """An observer of a recorder."""
+    """Observes a recorder, and writes its progress."""
 
     def __init__(
         self,
@@ -130,7 +136,7 @@ class _Writer:
         elif not self._each:
             return
         if step:
-            # The job's step, not this incarnation's: see `DistributedOptimizer.first_step`.
+            # Count the job's steps, not this incarnation's: see `DistributedOptimizer.first_step`.
             self._progress.step = self._first_step() + step
         self._progress.write(self._path)
 
@@ -138,7 +144,7 @@ class _Writer:
 def step_reporter(
     environment: Mapping[str, str] = os.environ,
 ) -> Callable[[int], None] | None:
-    """What tells the launcher of each step, where it listens."""
+    """Return a function that reports each step to the launcher; None: the launcher does not listen."""
     path = environment.get(SOCKET_VARIABLE)
     if not path:
         return None

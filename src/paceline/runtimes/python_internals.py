@@ -1,4 +1,4 @@
-"""Every private name of Python's own library that paceline uses, in one place.
+"""Wraps every private name of Python's own library that paceline uses, in one place.
 
 Checked against Python 3.11. (``os._exit`` and ``sys._getframe`` are documented, and public.)
 """
@@ -31,19 +31,22 @@ def end_children() -> None:
 
 
 def call_finalizers() -> None:
-    """Call what `weakref.finalize` keeps for exit: it removes temporary folders, too."""
+    """Call the finalizers of `weakref.finalize` that wait for exit.
+
+    They remove temporary folders, too.
+    """
     weakref.finalize._exitfunc()  # type: ignore[attr-defined]
 
 
 def end_pool(pool: ProcessPoolExecutor) -> None:
-    """Kill a pool's processes, whatever they are at, and wait for their ends."""
+    """Kill a pool's processes, whatever they are doing, and wait for their ends."""
     for process in list((pool._processes or {}).values()):
         process.kill()
     pool.shutdown(cancel_futures=True)
 
 
 class Frame(NamedTuple):
-    """A function call, where it is now."""
+    """A function call, and its present line."""
 
     file: str
     line: int
@@ -51,8 +54,7 @@ class Frame(NamedTuple):
 
 
 def main_thread_is_in(module: str) -> bool:
-    """Whether the main thread executes a function of the *module*, or one that it has
-    called."""
+    """Return whether the main thread executes a function of *module*, or a function called by one."""
     file = file_of(module)
     frames = frames_of(threading.main_thread().ident or 0)
     return any(frame.file == file for frame in frames)
@@ -64,11 +66,11 @@ def file_of(module: str) -> str:
 
 
 def frames_of(thread: int) -> list[Frame]:
-    """What a thread executes, the innermost call first; at most 100 of them.
+    """Return the calls that a thread executes, the innermost first; at most 100 of them.
 
     They come from ``faulthandler``, which reads all of them at once. The frames of
-    ``sys._current_frames`` are read one by one, with ``f_back``, while the thread goes on. Where it
-    had left them, CPython 3.11 has been seen to return an object that is no frame.
+    ``sys._current_frames`` are read one by one, with ``f_back``, while the thread continues. For a
+    frame that the thread had left, CPython 3.11 has returned an object that is no frame.
     """
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file)
@@ -85,12 +87,12 @@ def frames_of(thread: int) -> list[Frame]:
 
 
 def _unescaped(text: str) -> str:
-    r"""``faulthandler`` writes what is not ASCII as \xHH, \uHHHH or \UHHHHHHHH."""
+    r"""Decode characters that ``faulthandler`` escapes: \xHH, \uHHHH or \UHHHHHHHH."""
     return _ESCAPE.sub(lambda found: chr(int(found[0][2:], 16)), text)
 
 
 def options_of(parser: argparse.ArgumentParser) -> dict[str, int]:
-    """A parser's options, and how many values each takes: 0, or 1 and maybe more."""
+    """Return a parser's options, and how many values each takes: 0, or 1 and maybe more."""
     return {
         option: 0 if action.nargs == 0 else 1
         for action in parser._actions

@@ -1,4 +1,4 @@
-"""One run in one object: what ``--json`` prints."""
+"""Collects the result of one run in one object, which ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from paceline.timeouts import timeouts
 from paceline.units import show_count
 
 FEW = 10
-"""Steady steps: a median of fewer is not reliable."""
+"""A median of fewer steady-state steps is not reliable."""
 
 
 class RunResult(msgspec.Struct, kw_only=True):
-    """What one run took.
+    """The result of one run.
 
-    Figures of a step are medians over a worker's steady steps, of the last thousand, then means over
-    workers (of methods with rounds medians of means: see `StepStats`).
+    Figures of a step are medians over a worker's last thousand steady-state steps, then means over
+    workers. For methods with rounds they are medians of means: see `StepStats`.
 
     Attributes:
-        steady_steps: How many steps the figures are of.
-        steady_from: The first of them on rank 0: after tuning, trials, warm-ups and changes of the
-            method. None: there were no steady steps.
-        steady: Whether there were steady steps. If not, the figures are of others.
-        asked: How many steps the user asked for.
-        buckets: Pieces in which the gradient travelled at the end.
+        steady_steps: Number of steps that the figures are of.
+        steady_from: The first of them on rank 0, after tuning, trials, warm-ups and changes of the
+            method. None: there were no steady-state steps.
+        steady: Whether there were steady-state steps. If not, the figures are of other steps.
+        asked: Number of steps that the user asked for.
+        buckets: Number of the gradient's buckets at the end.
         metrics: The last values that rank 0 logged.
-        network: Where the network comes from.
-        compute: Where the times of computing come from.
-        notes: Sentences that belong beside the figures.
-        cautions: Those notes that say why the figures tell little.
+        network: Origin of the network.
+        compute: Origin of compute times.
+        notes: Sentences to print beside the figures.
+        cautions: The notes that say why the figures are unreliable.
         method: The full spec.
-        brief: What of it is not as by default.
+        brief: The parts of the spec that differ from the defaults.
     """
 
     runtime: str
@@ -74,8 +74,11 @@ class RunResult(msgspec.Struct, kw_only=True):
         asked: int | None = None,
         before: int = 0,
     ) -> RunResult:
-        """From rank 0's *recorder* and every worker's summary. *asked*: how many steps the job was
-        to have; *before*: how many it had done when rank 0 joined it."""
+        """Make the result from rank 0's *recorder* and every worker's summary.
+
+        *asked* is the requested number of steps of the job; *before* counts the steps that it had
+        completed when rank 0 joined it.
+        """
 
         def mean(field: str) -> float | None:
             values = [getattr(s, field) for s in summaries if s.steps]
@@ -120,14 +123,15 @@ class RunResult(msgspec.Struct, kw_only=True):
         )
 
     def to_json(self) -> str:
-        """One line. Values that are not finite become null: JSON has no words for them."""
+        """Return one line. Values that are not finite become null, as JSON cannot write them."""
         return msgspec.json.encode(self).decode()
 
 
 @contextmanager
 def standard_output_for_result(active: bool) -> Iterator[int]:
-    """Within it, all prints go to standard error; yields a descriptor of the true standard output. Not *active*:
-    nothing is moved.
+    """Send all prints in this context to standard error; yield a descriptor of the true output.
+
+    Without *active*, nothing is moved.
     """
     if not active:
         yield 1
@@ -144,7 +148,7 @@ def standard_output_for_result(active: bool) -> Iterator[int]:
 
 
 def read_result(path: Path) -> RunResult | None:
-    """What a job's rank 0 left at *path*, if it did."""
+    """Return the result that a job's rank 0 wrote to *path*; None: it wrote none."""
     if not path.exists():
         return None
     return msgspec.json.decode(path.read_bytes(), type=RunResult)
@@ -155,7 +159,7 @@ def _ended_early(asked: int, done: int) -> str:
 
 
 def not_steady(steps: int, recorder: StepRecorder) -> str:
-    """Why a run of so many steps has none in steady state."""
+    """Return why a run of *steps* steps did not reach steady state."""
     if not steps:
         return "no step was taken"
     if steps == 1 and recorder.steady_after == 1:
@@ -184,14 +188,14 @@ def _changed(recorder: StepRecorder) -> str:
 
 
 class FailedRun(msgspec.Struct, kw_only=True):
-    """A run that came to no result: *failed* says why, in one line."""
+    """A run without a result: *failed* is the reason, in one line."""
 
     failed: str
     exit_status: int
 
     @property
     def notes(self) -> list[str]:
-        """What stands below a table with this run in it."""
+        """Notes below a table that contains this run."""
         return [f"failed: {self.failed}"]
 
     cautions = notes
@@ -201,11 +205,11 @@ Outcome = RunResult | FailedRun
 
 
 def gather_stats(mine: StepStats, rank: int, size: int, store: Any) -> list[StepStats]:
-    """Leave this rank's summary in the job's *store*; rank 0 takes those of all that are at
-    their end by now, in rank order.
+    """Put this rank's summary into the job's *store*; rank 0 collects all that are there, by rank.
 
-    Not a collective: a rank that ends badly, or is in a collective of its own, would keep
-    the others in it, and their ends are what tells it.
+    Rank 0 waits for the others for `Timeouts.last_figures`. This is no collective: a rank that
+    fails, or is in a collective of its own, would block the others in it, and only their ends
+    inform it.
     """
     try:
         store.set(_key(rank), msgspec.msgpack.encode(mine))
@@ -214,11 +218,13 @@ def gather_stats(mine: StepStats, rank: int, size: int, store: Any) -> list[Step
         keys = [_key(other) for other in range(size)]
         deadline = time.monotonic() + timeouts.last_figures
         while not store.check(keys) and time.monotonic() < deadline:
-            time.sleep(0.01)  # store.wait() would warn about its time-out
+            # store.wait() would warn about its time-out.
+            time.sleep(0.01)
         here = [key for key in keys if store.check([key])]
         return [msgspec.msgpack.decode(store.get(key), type=StepStats) for key in here]
     except RuntimeError:
-        return [mine]  # the rank that held the store has ended
+        # The rank that held the store has ended.
+        return [mine]
 
 
 def _key(rank: int) -> str:

@@ -1,4 +1,4 @@
-"""Where services run, in every runtime: the words of `ServiceSpec.place`."""
+"""Decides where services run, in every runtime, from `ServiceSpec.place`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def place_services(
     """Decide where each service runs.
 
     Args:
-        job: Its services.
-        find: Gives the placements that a word of `ServiceSpec.place` stands for.
-        beside: Gives the placement beside a worker, by its rank.
+        job: The job's services.
+        find: Returns the placements for a value of `ServiceSpec.place`.
+        beside: Returns the placement beside a worker, by its rank.
 
     Returns:
         Every service that is to run, by its own name, and its placement.
@@ -52,8 +52,10 @@ def _spread_peers(
     find: Callable[[str], Sequence[Placement]],
     beside: Callable[[int], Placement],
 ) -> list[tuple[ServiceSpec, Placement]]:
-    """Those that one stands for with its *beside*. Raises `UsageError` where its place has too
-    few placements."""
+    """Return the services that one spec stands for by its *beside*, with their placements.
+
+    Raises `UsageError` if its place has too few placements.
+    """
     ranks, placements = service.beside, list(find(service.place))
     if service.place == AUTO and len(placements) < len(ranks):
         placements = [beside(rank) for rank in ranks]

@@ -1,7 +1,7 @@
-"""Refuses or warns of scripts that start workers, or a process group, by themselves under a launcher.
+"""Refuses or warns of scripts that start workers, or a process group, by themselves.
 
-``torch.multiprocessing.spawn`` in a script that a launcher runs n times starts n jobs, which wait
-for each other's ports for ever. In the simulated runtime it starts real processes.
+Under a launcher of n workers, ``torch.multiprocessing.spawn`` in the script starts n jobs, which
+wait for each other's ports forever. In the simulated runtime it starts real processes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ STARTERS = ("spawn", "start_processes")
 
 
 def refuse_spawn(function: object, *arguments: object, **keywords: object) -> NoReturn:
-    """In the place of torch's functions, whatever they are given."""
+    """Raise `UsageError` in place of torch's functions, whatever their arguments."""
     name = getattr(function, "__name__", "main")
     raise UsageError(
         "torch.multiprocessing.spawn: this process is one worker of a job already, and a "
@@ -30,7 +30,7 @@ def refuse_spawn(function: object, *arguments: object, **keywords: object) -> No
 
 
 def refuse_spawn_from_now_on() -> None:
-    """In this process, which a launcher has started."""
+    """Replace torch's functions in this process, which a launcher has started."""
     for name in STARTERS:
         setattr(torch.multiprocessing, name, refuse_spawn)
 
@@ -43,7 +43,7 @@ WARNING = (
 
 
 def warn_of_process_group(rank: int) -> None:
-    """Say so once, on worker 0: now, where there is a group, or when the script makes one."""
+    """Warn once, on worker 0: now if there is a group, else when the script makes one."""
     if rank != 0:
         return
     if dist.is_initialized():

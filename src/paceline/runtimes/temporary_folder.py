@@ -1,10 +1,10 @@
-"""A launcher's temporary folder, removed whatever signal ends the launcher.
+"""Removes a launcher's temporary folder, whatever signal ends the launcher.
 
-Python removes temporary folders when their blocks are left, and Ctrl-C leaves them. SIGTERM and SIGHUP
-would end the process at once. Inside `scratch_folder` all three raise `LauncherInterrupted`, once: a
-second one would disturb the clean-up of the first. A killed launcher (``kill -9``) leaves its folder,
-and the next one removes it: each holds a lock on a file in its folder, which the kernel releases with
-the process.
+Python removes temporary folders when their blocks end, and Ctrl-C ends blocks. SIGTERM and SIGHUP
+would end the process at once. Inside `scratch_folder` all three raise `LauncherInterrupted`, once:
+a second one would disturb the clean-up of the first. A killed launcher (``kill -9``) leaves its
+folder, and the next launcher removes it: each holds a lock on a file in its folder, which the
+kernel releases with the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _open: set[str] = set()
 
 
 class LauncherInterrupted(SystemExit):
-    """A signal has come. Not caught, it ends the process with a shell's status for it."""
+    """A signal has arrived.
+
+    If not caught, it ends the process with a shell's status for that signal.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -37,17 +40,17 @@ class LauncherInterrupted(SystemExit):
         self.name = signal.Signals(number).name
 
     def say(self) -> int:
-        """What a launcher says whose workers have been ended; returns its exit status."""
+        """Print the message of a launcher whose workers have been ended; return its exit status."""
         print(f"paceline: {self.name}: all workers were ended", file=sys.stderr)
         return 128 + self.number
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[str]:
-    """A temporary folder, removed at the block's end.
+    """Yield a temporary folder, removed at the block's end.
 
-    Inside, on the main thread, `LauncherInterrupted` is raised where a signal comes. A signal that
-    was ignored before (``nohup``) still is.
+    Inside, on the main thread, a signal raises `LauncherInterrupted`. A signal that was ignored
+    before (``nohup``) is still ignored.
     """
     folder: tempfile.TemporaryDirectory[str] | None = None
     lock = -1
@@ -69,14 +72,17 @@ def scratch_folder() -> Iterator[str]:
 
 
 def end_at_once(status: int) -> NoReturn:
-    """End this process from any thread, without its temporary folders, though the main thread is stuck."""
+    """End this process from any thread, and remove its temporary folders.
+
+    It works even if the main thread is stuck.
+    """
     for folder in list(_open):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(status)
 
 
 def _locked(folder: Path) -> int:
-    """Lock a new folder for this process's life, before any other process sees the file."""
+    """Lock a new folder for this process's lifetime, before any other process sees the file."""
     unseen = folder / f"{_LOCK}.part"
     lock = os.open(unseen, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -87,33 +93,36 @@ def _locked(folder: Path) -> int:
 def remove_left() -> None:
     """Remove the folders that killed launchers of this user have left."""
     for file in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
-        with contextlib.suppress(OSError):  # another user's file, or removed meanwhile
+        # It is another user's file, or was removed meanwhile.
+        with contextlib.suppress(OSError):
             if file.stat().st_uid != os.getuid():
                 continue
             lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if in use
+                # Locking fails if the folder is in use.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(file.parent, ignore_errors=True)
             finally:
                 os.close(lock)
 
 
 class _Signals:
-    """The signals that end a launcher: one for the process, as their handlers are."""
+    """The signals that end a launcher: one object per process, as signal handlers are."""
 
     def __init__(self) -> None:
         self._depth = 0
         self._number: int | None = None
-        """The first signal that arrived."""
+        """The first signal that arrived; None: none."""
         self._deferrals = 0
         self._is_due = False
-        """Whether it arrived while signals were deferred, and has to be raised."""
+        """Whether it arrived while signals were deferred, and is still to be raised."""
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
-        """Signals raise `LauncherInterrupted`, the first one alone; nested, until the outermost block's end."""
+        """Let the first signal raise `LauncherInterrupted`, until the outermost block's end."""
         if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread receives signals
+            # Only the main thread receives signals.
+            yield
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         heeded = [n for n, how in before.items() if how not in (signal.SIG_IGN, None)]
@@ -131,7 +140,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """A signal that comes meanwhile is raised at the block's end."""
+        """Raise a signal that arrives in this block at the block's end."""
         self._deferrals += 1
         try:
             yield
@@ -142,7 +151,7 @@ class _Signals:
                 raise LauncherInterrupted(self._number)
 
     def would_raise(self, number: int) -> bool:
-        """Whether `LauncherInterrupted` comes as soon as Python handles this signal: none has come yet."""
+        """Whether this signal raises `LauncherInterrupted` when Python handles it: it is the first."""
         return self._number is None and signal.getsignal(number) == self._handle
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
