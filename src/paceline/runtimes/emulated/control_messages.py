@@ -1,7 +1,7 @@
-"""Messages between a keeper and its client: one question, one answer.
+"""Defines the messages between a keeper and its client: one request, one response.
 
-A message is four bytes of length and a line of JSON; open descriptors travel beside the length. Both
-ends are one program on one machine, so nothing here is versioned.
+A message is four bytes of length and a line of JSON; open descriptors travel beside the length.
+Both ends are one program on one machine, so no message has a version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 INTERFACE = "eth0"
 """The network interface of every host (``GLOO_SOCKET_IFNAME``, ``NCCL_SOCKET_IFNAME``)."""
 NETWORK = "10.77.0.0/16"
-"""Range of the hosts' addresses; they are not visible outside an emulated cluster."""
+"""Range of the hosts' addresses; no process outside an emulated cluster sees them."""
 Mode = Literal["root", "user namespace"]
 """The privilege with which the namespaces were made."""
 
@@ -27,10 +27,10 @@ _MAX_DESCRIPTORS = 8
 
 
 class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One directed link: the device whose egress it is, and how that is shaped.
+    """One directed link: the device whose egress it is, and its shaping.
 
-    *host* is the host whose namespace holds *device*, or None for the switchboard.
-    *rate* is bytes per second on the wire, headers included; *delay* is in seconds.
+    *host* is the host whose namespace holds *device*, or None for the switchboard. *rate* is bytes
+    per second on the wire, headers included; *delay* is in seconds.
     """
 
     name: str
@@ -41,7 +41,7 @@ class LinkPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One host: the rack whose bridge it is wired to, and its addresses."""
+    """One host: its rack, whose bridge it is wired to, and its addresses."""
 
     rack: int
     address: str
@@ -49,7 +49,7 @@ class HostPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Build(msgspec.Struct, tag=True, kw_only=True):
-    """Make the whole network. Answered by `Built`."""
+    """Make the whole network. The response is `Built`."""
 
     racks: int
     hosts: list[HostPlan]
@@ -57,7 +57,7 @@ class Build(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Built(msgspec.Struct, tag=True, kw_only=True):
-    """The network is there; *delayed* is false if the kernel has no netem."""
+    """The network exists; *delayed* is false if the kernel has no netem."""
 
     delayed: bool
 
@@ -70,7 +70,7 @@ class SetRate(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Cut(msgspec.Struct, tag=True, kw_only=True):
-    """Lose every packet on a link from now on, and those in its queue."""
+    """Drop every packet on a link from now on, and those in its queue."""
 
     link: int
 
@@ -82,15 +82,15 @@ class Repair(msgspec.Struct, tag=True, kw_only=True):
 
 
 class OpenSocket(msgspec.Struct, tag=True, kw_only=True):
-    """A TCP socket that lives in a host; it comes beside the answer `Done`."""
+    """Make a TCP socket that lives in a host. It arrives with the response `Done`."""
 
     host: int
 
 
 class Spawn(msgspec.Struct, tag=True, kw_only=True):
-    """Start a process in a host; its standard descriptors come beside the message.
+    """Start a process in a host; its standard descriptors arrive with the message.
 
-    Bytes, because arguments and variables need not be text. Answered by `Spawned`.
+    Arguments and variables are bytes because they need not be text. The response is `Spawned`.
     """
 
     host: int
@@ -100,52 +100,56 @@ class Spawn(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Spawned(msgspec.Struct, tag=True, kw_only=True):
-    """It runs: *process* names it from now on, *pid* is its number on the machine; a
-    descriptor of the process (pidfd) comes beside the message."""
+    """The process runs. Its descriptor (pidfd) arrives with the message.
+
+    *process* is its name in further requests; *pid* is its number on the machine.
+    """
 
     process: int
     pid: int
 
 
 class AskStatus(msgspec.Struct, tag=True, kw_only=True):
-    """How did a process end? Answered by `Status`."""
+    """Ask for the exit status of a process. The response is `Status`."""
 
     process: int
 
 
 class Status(msgspec.Struct, tag=True, kw_only=True):
-    """As `subprocess` counts: minus the signal that killed it; None while it runs."""
+    """An exit status as `subprocess` counts: minus the signal that killed it; None while it runs."""
 
     code: int | None
 
 
 class Probe(msgspec.Struct, tag=True, kw_only=True):
-    """Try in a scratch namespace what the kernel has. Answered by `Probed`."""
+    """Try in a scratch namespace which features the kernel has. The response is `Probed`."""
 
 
 class Probed(msgspec.Struct, tag=True, kw_only=True):
-    """The features that are missing, each with the kernel's words."""
+    """The missing features, each with the kernel's error message."""
 
     missing: dict[str, str]
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):
-    """The keeper's first words: how it got its namespaces, and whether processes see a
-    /proc that knows them by their own numbers."""
+    """The keeper's first message: how it got its namespaces.
+
+    *own_proc*: whether processes see a /proc with the process numbers of their namespace.
+    """
 
     mode: Mode
     own_proc: bool
 
 
 class Done(msgspec.Struct, tag=True, kw_only=True):
-    """It was done."""
+    """The request was carried out."""
 
 
 class Failed(msgspec.Struct, tag=True, kw_only=True):
-    """It was not done, and nothing was changed.
+    """The request failed, and changed nothing.
 
-    *kind* says which exception the client raises; *number* and *filename* are those of
-    an `OSError` of the process that could not start.
+    *kind* selects the exception that the client raises. *number* and *filename* are those of an
+    `OSError` of the process that could not start.
     """
 
     kind: Literal["permission", "kernel", "spawn", "other"]
@@ -168,28 +172,28 @@ class ControlChannel:
         self._connection = connection
 
     def fileno(self) -> int:
-        """For selectors."""
+        """Return the descriptor, for selectors."""
         return self._connection.fileno()
 
     def send(self, message: Request | Answer, descriptors: Sequence[int] = ()) -> None:
-        """Send a message; the descriptors stay open here. Raises `OSError`."""
+        """Send a message; the descriptors stay open in this process. Raises `OSError`."""
         body = msgspec.json.encode(message)
         socket.send_fds(self._connection, [_LENGTH.pack(len(body))], descriptors)
         self._connection.sendall(body)
 
     def receive_request(self) -> tuple[Request, list[int]]:
-        """The next question and its descriptors; raises `EOFError` at the end."""
+        """Return the next request and its descriptors; raises `EOFError` at the end."""
         body, descriptors = self._receive()
         return _decode_request(body), descriptors
 
     def receive_answer(self) -> tuple[Answer, list[int]]:
-        """The next answer and its descriptors; raises `EOFError` at the end."""
+        """Return the next response and its descriptors; raises `EOFError` at the end."""
         body, descriptors = self._receive()
         return _decode_answer(body), descriptors
 
     def _receive(self) -> tuple[bytes, list[int]]:
-        # Not socket.recv_fds: descriptors must be close-on-exec from the start. Otherwise they leak into processes
-        # that other threads start.
+        # Not socket.recv_fds: descriptors must be close-on-exec from the start. Otherwise they leak
+        # into processes that other threads start.
         item = array.array("i").itemsize
         head, ancillary, _, _ = self._connection.recvmsg(
             _LENGTH.size,
@@ -215,7 +219,8 @@ class ControlChannel:
         return b"".join(parts)
 
     def close(self) -> None:
-        """End the connection for both, also where a forked child still holds a copy."""
-        with contextlib.suppress(OSError):  # the other end is already closed
+        """End the connection at both ends, even if a forked child still holds a copy."""
+        # The other end is already closed.
+        with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

@@ -6,7 +6,7 @@ from paceline.errors import PacelineError
 
 
 class EmulationError(PacelineError):
-    """The emulated cluster cannot be, or is no more."""
+    """The emulated cluster cannot be made, or no longer exists."""
 
 
 class EmulationPermissionError(EmulationError):
@@ -18,4 +18,4 @@ class KernelLacksError(EmulationError):
 
 
 class KeeperLostError(EmulationError):
-    """The process that holds the emulated cluster ended, and the cluster with it."""
+    """The process that held the emulated cluster ended, and the cluster with it."""

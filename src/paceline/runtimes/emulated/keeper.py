@@ -1,24 +1,22 @@
-"""The process that holds an emulated cluster: when it ends, the kernel removes it all.
+"""Holds an emulated cluster in one process: when it ends, the kernel removes the cluster.
 
-Theory of operation
--------------------
-Two processes, both started with the cluster and unknown to anybody else::
+Two processes start with the cluster, which no other process knows::
 
     launcher ......... guard --- keeper (process 1 of a namespace of process numbers)
                                    |--- processes in hosts, their children, ...
 
-- The *keeper* makes the network, starts processes in hosts and answers questions. When
-  process 1 of a namespace ends, the kernel kills every other process in it, however deep
-  and however detached, with SIGKILL, and the keeper is gone only when they are.
-- The *guard* waits for two things, the end of the launcher and the end of the keeper, and
-  then ends too; the kernel kills the keeper when the guard ends, for whatever reason.
+- The *keeper* makes the network, starts processes in hosts and answers requests. When process 1 of
+  a namespace ends, the kernel kills every other process in it with SIGKILL, also descendants and
+  detached processes. The keeper has ended only when all of them have.
+- The *guard* waits for the end of the launcher and of the keeper, and then ends too. The kernel
+  kills the keeper when the guard ends, for whatever reason.
 
-So nothing survives the launcher, the guard or the keeper, though each may be killed with
+So no process survives the launcher, the guard or the keeper, though each may be killed with
 SIGKILL. The guard watches a descriptor of the launcher (pidfd). It does not rely on the end of a
-connection, of which a forked child of the launcher may hold a copy. It does not rely on a parent-death
-signal of its own either: that one comes when the *thread* ends that started it.
+connection, since a forked child of the launcher may hold a copy of it. It does not rely on a
+parent-death signal of its own either, since that one comes when the *thread* that started it ends.
 
-Both stand in a session of their own, where Ctrl-C does not reach them.
+Both run in a session of their own, so they get no Ctrl-C.
 """
 
 from __future__ import annotations
@@ -69,14 +67,14 @@ from paceline.runtimes.emulated.shaping import Bucket, Shaper, segment_bytes
 
 
 class Processes:
-    """The keeper's children, by a number that is never used twice.
+    """The keeper's child processes, by a number that is never used twice.
 
-    The keeper is also the first process of its process-number namespace, so orphans
-    become its children and are collected here too.
+    The keeper is also the first process of its process-number namespace. So orphans become its
+    children, and it collects them, too.
     """
 
     def __init__(self, proc: Path) -> None:
-        """*proc* is a /proc that numbers processes as the rest of the machine does."""
+        """*proc* is a /proc with the process numbers of the rest of the machine."""
         self._proc = proc
         self._running: dict[int, tuple[int, subprocess.Popen[bytes]]] = {}
         self._codes: dict[int, int] = {}
@@ -87,7 +85,7 @@ class Processes:
     ) -> tuple[Spawned, int]:
         """Start a process in a network namespace, with the given standard streams.
 
-        Returns what to tell, and a descriptor of the process. Raises `OSError`.
+        Returns the response, and a descriptor of the process. Raises `OSError`.
         """
         standard_input, output, errors = streams
         with namespaces.inside(namespace):
@@ -108,7 +106,7 @@ class Processes:
         ), descriptor
 
     def collect(self) -> None:
-        """Note how those have ended that ended, orphans included."""
+        """Record the exit status of all processes that have ended, orphans included."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -122,13 +120,15 @@ class Processes:
                 self._codes[number] = child.returncode
 
     def code(self, process: int) -> int | None:
-        """How a process ended, or None."""
+        """Return the exit status of a process; None while it runs."""
         self.collect()
         return self._codes.get(process)
 
     def _machine_pid(self, descriptor: int) -> int:
-        """The number that a process has outside. Only a process that has not been
-        collected has one, so it is asked for at once."""
+        """Return the process number outside the namespace.
+
+        Only a process that has not been collected has one, so call this right after the start.
+        """
         text = (self._proc / "self" / "fdinfo" / str(descriptor)).read_text()
         (line,) = (line for line in text.splitlines() if line.startswith("Pid:"))
         return int(line.split()[1])
@@ -162,10 +162,10 @@ class NetworkBuilder:
         self._shapers: list[Shaper] = []
 
     def build(self, request: Build) -> bool:
-        """Make the network; false if the kernel cannot delay packets.
+        """Make the network; return False if the kernel cannot delay packets.
 
-        Raises `KernelLacksError` or `NetlinkError`; what was made until then goes with
-        the keeper.
+        Raises `KernelLacksError` or `NetlinkError`. Everything made before the error ends with the
+        keeper.
         """
         delayed = "netem" not in self.probe(["netem"])
         self._links = request.links
@@ -204,7 +204,7 @@ class NetworkBuilder:
             shaper.set_rate(netlink, rate)
 
     def cut(self, link: int) -> None:
-        """Lose every packet on a link."""
+        """Drop every packet on a link."""
         with self._netlink_of(self._links[link]) as netlink:
             self._shapers[link].cut(netlink)
 
@@ -214,16 +214,16 @@ class NetworkBuilder:
             self._shapers[link].repair(netlink)
 
     def namespace(self, host: int) -> int:
-        """The descriptor that holds a host's network namespace."""
+        """Return the descriptor that holds a host's network namespace."""
         return self._hosts[host]
 
     def open_socket(self, host: int) -> socket.socket:
-        """A TCP socket in a host. It stays there, also when another process uses it."""
+        """Return a TCP socket in a host. It stays there even if another process uses it."""
         with namespaces.inside(self._hosts[host]):
             return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
 
     def probe(self, features: list[str]) -> dict[str, str]:
-        """Try features in a scratch namespace; what is missing, with the kernel's words."""
+        """Try features in a scratch namespace; return the missing ones, with the kernel's messages."""
         scratch = namespaces.new_network()
         with namespaces.inside(scratch), IPRoute() as netlink:
             return {
@@ -254,7 +254,7 @@ class NetworkBuilder:
         )
 
     def _wire(self, number: int, host: HostPlan) -> None:
-        """A cable from a host to its rack's bridge."""
+        """Connect a host to its rack's bridge by a veth pair."""
         with namespaces.inside(self._hosts[number]):
             _without_ipv6()
         with needs("veth"):
@@ -271,8 +271,9 @@ class NetworkBuilder:
         self._plug(f"h{number}", f"rack{host.rack}")
 
     def _furnish(self, number: int, request: Build) -> None:
-        """Give a host its addresses, and those of all other hosts: the kernel's neighbour table is one for all
-        namespaces, and too small to learn them.
+        """Give a host its addresses, and those of all other hosts.
+
+        All namespaces share one neighbour table of the kernel, which is too small to learn them.
         """
         with self._inside(number) as netlink:
             index = self._index(netlink, INTERFACE)
@@ -311,15 +312,19 @@ class NetworkBuilder:
 
 
 def _without_ipv6() -> None:
-    """No neighbour discovery in the background; where /proc/sys cannot be written to,
-    the few packets of it do no harm."""
+    """Turn off neighbour discovery in the background.
+
+    If /proc/sys is read-only, its few packets do no harm.
+    """
     with contextlib.suppress(OSError):
         Path("/proc/sys/net/ipv6/conf/default/disable_ipv6").write_text("1")
 
 
 def _route(netlink: Any, index: int, address: str) -> None:
-    """Reach all hosts, with Linux's usual congestion control where the kernel has it:
-    what this machine prefers for itself (bbr, say) is not what a cluster has."""
+    """Add a route to all hosts, with Linux's usual congestion control if the kernel has it.
+
+    This machine may prefer another one for itself, such as bbr, which a cluster would not have.
+    """
     route = {"dst": NETWORK, "oif": index, "scope": "link", "prefsrc": address}
     try:
         wanted = {"cc_algo": _CONGESTION_CONTROL}
@@ -329,12 +334,12 @@ def _route(netlink: Any, index: int, address: str) -> None:
 
 
 def _limit_segments(netlink: Any, index: int, rate: float) -> None:
-    """Have senders hand over about a millisecond in one piece (see shaping)."""
+    """Let senders pass on about a millisecond of data in one segment (see `shaping`)."""
     netlink.link("set", index=index, gso_max_size=segment_bytes(rate))
 
 
 def _try_feature(netlink: Any, feature: str) -> str | None:
-    """The kernel's words if it lacks a feature."""
+    """Return the kernel's error message if it lacks a feature; None if it has it."""
     try:
         if feature == "bridge":
             netlink.link("add", ifname="scratch-bridge", kind="bridge")
@@ -362,8 +367,11 @@ def _try_feature(netlink: Any, feature: str) -> str | None:
 
 
 def main(connection: int, launcher: int) -> int:
-    """The guard: *connection* is the keeper's end to the launcher, *launcher* a
-    descriptor of that process."""
+    """Run the guard.
+
+    *connection* is the keeper's end of the connection to the launcher. *launcher* is a descriptor
+    of that process.
+    """
     line = ControlChannel(socket.socket(fileno=connection))
     # Reset the launcher's signal settings, which processes in hosts must not inherit.
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -390,24 +398,24 @@ def main(connection: int, launcher: int) -> int:
     watch.register(os.pidfd_open(keeper), select.POLLIN)
     watch.poll()
     os.kill(keeper, signal.SIGKILL)
-    # Returns when every process of the namespace has ended.
+    # This returns when every process of the namespace has ended.
     os.waitpid(keeper, 0)
     return 0
 
 
 class Keeper:
-    """Answers questions until the connection ends."""
+    """Answers requests until the connection ends."""
 
     def __init__(self, line: ControlChannel) -> None:
         self._line = line
-        # Opened before another /proc is mounted over it.
+        # Open /proc before another one is mounted over it.
         machine = os.open("/proc", os.O_DIRECTORY | os.O_PATH | os.O_CLOEXEC)
         self._own_proc = namespaces.mount_own_proc()
         self._processes = Processes(Path(f"/proc/self/fd/{machine}"))
         self._switchboard = NetworkBuilder()
 
     def serve(self, mode: Mode) -> None:
-        """Speak first, then answer; collect children as they end."""
+        """Send `Ready`, then answer requests; collect child processes as they end."""
         ended, wake = socket.socketpair()
         ended.setblocking(False)
         wake.setblocking(False)
@@ -426,7 +434,7 @@ class Keeper:
                     return
 
     def _answer_one(self) -> bool:
-        """Answer one question; false when the client has gone."""
+        """Answer one request; False if the client has closed the connection."""
         try:
             request, descriptors = self._line.receive_request()
         except (EOFError, OSError):
@@ -451,7 +459,7 @@ class Keeper:
     def _answer(
         self, request: Request, descriptors: list[int], sent: list[int]
     ) -> Answer:
-        """Do what is asked; descriptors to send along are added to *sent*."""
+        """Carry out a request; add descriptors to send with the response to *sent*."""
         match request:
             case Build():
                 return Built(delayed=self._switchboard.build(request))

@@ -1,4 +1,4 @@
-"""Starts a keeper and asks it; every failure comes back as an exception, at once."""
+"""Starts a keeper and sends it requests; every failure becomes an exception, at once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from paceline.runtimes.emulated.errors import (
 )
 from paceline.runtimes.emulated.permission import how_to_get_permission
 
-# The package's own __init__ imports torch, which costs three seconds and 200 MB that the keeper does not need. An
-# empty package replaces it.
+# The package's own __init__ imports torch, which costs three seconds and 200 MB that the keeper
+# does not need. An empty package replaces it.
 _START = """
 import sys, types
 package = types.ModuleType("paceline")
@@ -50,17 +50,17 @@ A = TypeVar("A", bound=Answer)
 
 
 class Client:
-    """A running keeper. Safe to use from several threads: one question at a time.
+    """A running keeper. Several threads may use it: it handles one request at a time.
 
-    After an exception that interrupts a question (Ctrl-C), or after the keeper's end,
-    every call raises `KeeperLostError`.
+    After an exception that interrupts a request (Ctrl-C), or after the keeper's end, every call
+    raises `KeeperLostError`.
     """
 
     def __init__(self) -> None:
-        """Start a keeper and hear its first words, in ``ready``.
+        """Start a keeper and store its first message in ``ready``.
 
-        Raises `EmulationPermissionError` where namespaces are not permitted, and
-        `EmulationError` where there are none (another system than Linux).
+        Raises `EmulationPermissionError` if namespaces are not permitted, and `EmulationError` if
+        the system has none (it is not Linux).
         """
         if not sys.platform.startswith("linux"):
             raise EmulationError(
@@ -81,7 +81,8 @@ class Client:
             self._guard = subprocess.Popen(
                 [
                     sys.executable,
-                    "-P",  # import nothing from the current directory
+                    # Import nothing from the current directory.
+                    "-P",
                     "-c",
                     _START,
                     str(Path(__file__).parents[2]),
@@ -106,17 +107,17 @@ class Client:
             raise
 
     def ask(self, request: Request, kind: type[A]) -> A:
-        """Ask, and return the answer, which is of *kind*."""
+        """Send a request; return the response, which is of *kind*."""
         answer, _ = self.ask_with(request, kind)
         return answer
 
     def ask_with(
         self, request: Request, kind: type[A], descriptors: Sequence[int] = ()
     ) -> tuple[A, list[int]]:
-        """Ask, sending descriptors along; returns the answer and its descriptors.
+        """Send a request with descriptors; return the response and its descriptors.
 
-        Raises `KernelLacksError`, `EmulationError` for what the kernel refused, `OSError`
-        for a process that could not start, `KeeperLostError` if there is no keeper.
+        Raises `KernelLacksError` or `EmulationError` if the kernel refused, `OSError` if a process
+        could not start, and `KeeperLostError` if the keeper has ended.
         """
         with self._lock:
             if self._lost is not None:
@@ -143,7 +144,7 @@ class Client:
         return answer, received
 
     def close(self) -> None:
-        """End the keeper and everything it holds; returns when that is gone."""
+        """End the keeper and everything it holds; return when all of it is gone."""
         self._lost = "the emulated cluster was closed: start another"
         self._line.close()
         self._guard.wait()
@@ -174,7 +175,7 @@ class Client:
 
 
 def _raise(failure: Failed) -> None:
-    """Raise what a keeper's failure means here."""
+    """Raise the exception for a keeper's failure."""
     match failure.kind:
         case "permission":
             raise EmulationPermissionError(how_to_get_permission(failure.text))
@@ -187,18 +188,21 @@ def _raise(failure: Failed) -> None:
 
 
 Stream = int | IO[Any] | None
-"""As `subprocess` has it: None, a descriptor, a file, ``PIPE``, ``DEVNULL``, ``STDOUT``."""
+"""The values that `subprocess` takes: None, a descriptor, a file, ``PIPE``, ``DEVNULL``,
+``STDOUT``."""
 Argument = str | bytes | os.PathLike[str]
 
 
 class HostProcess:
-    """A process in a host of an emulated cluster; it ends with the cluster, at the latest.
+    """A process in a host of an emulated cluster; it ends with the cluster at the latest.
 
-    ``pid`` is its number on the machine (inside its host it has another), and that of
-    its session and process group. ``returncode`` is None until `poll` or `wait` saw its
-    end, then as in `subprocess`. ``keeper_fault`` says why, where it ended because the
-    cluster's keeper is gone, and else nothing. ``stdin``, ``stdout`` and ``stderr`` are binary files
-    where ``subprocess.PIPE`` was asked for, else None.
+    Attributes:
+        pid: Its number on the machine (inside its host it has another), and that of its session and
+            process group.
+        returncode: None until `poll` or `wait` has seen its end, then as in `subprocess`.
+        keeper_fault: Why the cluster's keeper ended, if the process ended with it; empty otherwise.
+        stdin: A binary file if ``subprocess.PIPE`` was passed, else None; likewise *stdout* and
+            *stderr*.
     """
 
     def __init__(
@@ -252,15 +256,15 @@ class HostProcess:
         self.stderr = pipes.ours.get(2)
 
     def fileno(self) -> int:
-        """A descriptor for `select` and its kin: readable once the process has ended."""
+        """Return a descriptor for `select` and the like: readable once the process has ended."""
         return self._descriptor
 
     def poll(self) -> int | None:
-        """The exit status if it has ended, else None."""
+        """Return the exit status if the process has ended, else None."""
         return self._look(0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status, when it has ended.
+        """Wait for the process's end; return its exit status.
 
         Raises `subprocess.TimeoutExpired` after *timeout* seconds.
         """
@@ -273,18 +277,18 @@ class HostProcess:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal; nothing happens if it has ended."""
+        """Send a signal; nothing happens if the process has ended."""
         with self._lock:
             if self.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(self._descriptor, number)
 
     def terminate(self) -> None:
-        """Ask it to end (SIGTERM)."""
+        """Ask the process to end (SIGTERM)."""
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it (SIGKILL)."""
+        """Kill the process (SIGKILL)."""
         self.send_signal(signal.SIGKILL)
 
     def _look(self, timeout: float | None) -> int | None:
@@ -300,7 +304,7 @@ class HostProcess:
                     answer = self._client.ask(AskStatus(process=self._number), Status)
                     self.returncode = answer.code
                 except KeeperLostError as error:
-                    # The kernel ended all processes that were still running.
+                    # The kernel has ended all processes that were still running.
                     self.keeper_fault = str(error)
                     self.returncode = -signal.SIGKILL
         return self.returncode
@@ -310,14 +314,14 @@ class HostProcess:
 
 
 class _Pipes:
-    """Turns what `subprocess` callers write into descriptors, and keeps both ends."""
+    """Turns the values that `subprocess` takes into descriptors, and keeps both ends."""
 
     def __init__(self) -> None:
         self.ours: dict[int, IO[bytes]] = {}
         self._theirs: list[int] = []
 
     def source(self, stream: Stream, number: int) -> int:
-        """A descriptor to read from."""
+        """Return a descriptor to read from."""
         if stream == subprocess.PIPE:
             theirs, ours = os.pipe()
             self._keep(theirs, os.fdopen(ours, "wb"), number)
@@ -325,7 +329,7 @@ class _Pipes:
         return self._given(stream, number)
 
     def sink(self, stream: Stream, number: int) -> int:
-        """A descriptor to write to."""
+        """Return a descriptor to write to."""
         if stream == subprocess.PIPE:
             ours, theirs = os.pipe()
             self._keep(theirs, os.fdopen(ours, "rb"), number)
@@ -333,12 +337,12 @@ class _Pipes:
         return self._given(stream, number)
 
     def close_ours(self) -> None:
-        """After a failure."""
+        """Close this process's ends, after a failure."""
         for file in self.ours.values():
             file.close()
 
     def close_theirs(self) -> None:
-        """The process has its own copies."""
+        """Close the process's ends, since it has copies of its own."""
         for descriptor in self._theirs:
             os.close(descriptor)
 

@@ -1,4 +1,4 @@
-"""Kernel features that an emulated cluster needs, and where they come from."""
+"""Lists the kernel features that an emulated cluster needs, and how to get them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class KernelFeature:
-    """One kernel feature: its *purpose*, whether nothing goes without it, its module."""
+    """One kernel feature.
+
+    Attributes:
+        purpose: Its use in an emulated cluster.
+        required: Whether emulation is impossible without it.
+        option: The kernel's configuration option.
+        module: The kernel module that contains it.
+    """
 
     purpose: str
     required: bool
@@ -15,7 +22,7 @@ class KernelFeature:
     module: str
 
     def how_to_get(self) -> str:
-        """For people."""
+        """Return how to get it, as text for the user."""
         return (
             f"needs a kernel with {self.option}; where it is a module, "
             f"sudo modprobe {self.module}"

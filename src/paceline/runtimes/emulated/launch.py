@@ -1,4 +1,4 @@
-"""A training job on an emulated cluster: its workers, its rules, and how it ends."""
+"""Runs a training job on an emulated cluster: its workers, its rules, its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PACKET_BYTES = 1500
 
 
 class Aggregators:
-    """One for each rack of *network*'s cluster that aggregates, for the length of a job."""
+    """The aggregators of a job: one for each rack of *network*'s cluster that aggregates."""
 
     def __init__(self, network: EmulatedNetwork) -> None:
         self._network = network
@@ -53,8 +53,10 @@ class Aggregators:
         self._watched = True
 
     def start(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """Start them, and wait until they listen; the variables by which workers find them.
-        Raises `UsageError`."""
+        """Start them, and wait until they listen.
+
+        Returns the variables by which workers find them. Raises `UsageError`.
+        """
         # Only this job's own processes are on this network.
         own = {**environment, TRUSTED: "1"}
         for host in self._network.aggregators:
@@ -83,11 +85,11 @@ class Aggregators:
         return {AGGREGATORS_VARIABLE: ",".join(named)}
 
     def forget(self) -> None:
-        """The job is over: that they end now is no news."""
+        """Stop reporting their ends, because the job is over."""
         self._watched = False
 
     def _memory(self, host: Host) -> list[str]:
-        """A slot has room for a packet's sum, and as much that waits to be sent."""
+        """Return the option for memory: a slot holds a packet's sum, and one that waits to be sent."""
         slots = self._network.cluster.racks[host.rack].slots
         return [] if slots is None else ["--memory", f"{2 * PACKET_BYTES * slots} B"]
 
@@ -117,8 +119,10 @@ SERVER_PORT = 29600
 
 
 class EmulatedJob:
-    """Runs a job's script once per worker of *network*'s cluster. *output*: whose prints are shown,
-    see `WorkerOutput`."""
+    """Runs a job's script once per worker of *network*'s cluster.
+
+    *output*: the workers whose prints are shown, see `WorkerOutput`.
+    """
 
     def __init__(
         self, job: ScriptJob, network: EmulatedNetwork, output: Shown | None = None
@@ -135,10 +139,10 @@ class EmulatedJob:
         self._aggregators = Aggregators(network)
 
     def run(self) -> int:
-        """Run until all workers have ended; returns the exit status.
+        """Run until all workers have ended; return the exit status.
 
-        A signal to end (SIGINT, SIGTERM, SIGHUP) ends all workers first. Whatever happens,
-        no worker is left.
+        A signal to end (SIGINT, SIGTERM, SIGHUP) ends all workers first. No worker is left in any
+        case.
         """
         with (
             scratch_folder() as scratch,
@@ -165,7 +169,8 @@ class EmulatedJob:
                 for timer in self._timers:
                     timer.cancel()
                 with contextlib.suppress(OSError):
-                    reached.shutdown(socket.SHUT_RDWR)  # ends the listener thread
+                    # This ends the listener thread.
+                    reached.shutdown(socket.SHUT_RDWR)
                 listener.join()
 
     # ---- workers ----
@@ -190,7 +195,8 @@ class EmulatedJob:
         base |= replace(self._options, cluster=str(file)).to_environment()
         # Hosts share this machine, and only this job's processes are on their network.
         base.setdefault(TOKEN, secrets.token_hex(16))
-        live = base.pop(progress.FILE_VARIABLE, None)  # worker 0's progress file
+        # Worker 0 writes its progress to this file.
+        live = base.pop(progress.FILE_VARIABLE, None)
         base |= self._start_servers(base)
         base |= self._aggregators.start(base)
         for worker, host in enumerate(per_host):
@@ -219,8 +225,10 @@ class EmulatedJob:
             self._output.show(worker, process.stdout, process.stderr)
 
     def _start_servers(self, environment: Mapping[str, str]) -> dict[str, str]:
-        """One parameter server on each host that stands for one; returns the variables by
-        which workers find them."""
+        """Start one parameter server on each host of a server.
+
+        Returns the variables by which workers find them.
+        """
         cluster = self._network.cluster
         # Only this job's own processes are on this network.
         trusted = {TRUSTED: "1"}
@@ -246,7 +254,10 @@ class EmulatedJob:
         )
 
     def _supervise(self) -> int:
-        """Wait for all; when one fails, give the others time to say why, then end them."""
+        """Wait for all workers.
+
+        When one fails, give the others time to report errors, then end them.
+        """
         failures: list[WorkerExit] = []
         while self._workers.is_running and not failures:
             failures += self._failed(self._workers.wait())
@@ -257,7 +268,7 @@ class EmulatedJob:
         return 1 if failures else 0
 
     def _failed(self, exits: Iterable[WorkerExit]) -> list[WorkerExit]:
-        """The bad ones, with what this job knows of their causes."""
+        """Return the failed workers, with the causes that this job knows."""
         return [
             replace(one, message=self._cause(one)) for one in exits if one.status != 0
         ]

@@ -1,10 +1,10 @@
 """Measures the goodput of each link of an emulated network.
 
-For each limited link, TCP streams between hosts load it as far as they can. The streams are plain sockets
+TCP streams between hosts load each limited link as far as they can. The streams are plain sockets
 in hosts, and one loop here serves them.
 
-A token bucket passes its content at once, and TCP has to find its rate, so the first part of a measurement
-does not count.
+A token bucket passes its content at once, and TCP has to find its rate, so the first part of a
+measurement does not count.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _AT_ONCE = struct.pack("ii", 1, 0)
 class MeasuredLink:
     """One directed link: the goodput asked for and found, in bytes per second.
 
-    *possible* is what the rest of the cluster can put on the link, less than *asked*
-    where all other hosts together are slower.
+    *possible* is the most that the rest of the cluster can send over the link. It is less than
+    *asked* if all other hosts together are slower.
     """
 
     link: int
@@ -57,7 +57,7 @@ class MeasuredLink:
 
     @property
     def error(self) -> float:
-        """Relative: 0.03 for 3 % more than asked (or than was possible)."""
+        """The relative error: 0.03 means 3 % more than asked (or than possible)."""
         return self.found / min(self.asked, self.possible) - 1
 
     def __str__(self) -> str:
@@ -67,26 +67,26 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class Report:
-    """What every link gave, in the order of their numbers.
+    """The measured goodput of every link, in the order of their numbers.
 
-    ``idle`` names the links that could not be loaded: unlimited ones, and those that no
-    pair of hosts uses.
+    ``idle`` names the links that could not be loaded: unlimited ones, and those that no pair of
+    hosts uses.
     """
 
     links: tuple[MeasuredLink, ...]
     idle: tuple[str, ...]
 
     def off(self, tolerance: float = TOLERANCE) -> tuple[MeasuredLink, ...]:
-        """The links that are off by more than *tolerance*."""
+        """Return the links that are off by more than *tolerance*."""
         return tuple(link for link in self.links if abs(link.error) > tolerance)
 
     @property
     def worst(self) -> float:
-        """The largest relative error, without its sign; 0 where nothing was measured."""
+        """The largest relative error, without its sign; 0 if nothing was measured."""
         return max((abs(link.error) for link in self.links), default=0.0)
 
     def summary(self) -> str:
-        """One line for people."""
+        """Return one line for the user."""
         if not self.links:
             return "no link could be measured"
         count = len(self.off())
@@ -97,7 +97,7 @@ class Report:
 
 
 def check_links(network: EmulatedNetwork) -> Report:
-    """Load every link with TCP, for about a second each, while nothing else does.
+    """Load every link with TCP, for about a second each, in turn.
 
     Raises:
         EmulationError: Two hosts cannot connect, since a link is cut.
@@ -120,7 +120,7 @@ def check_links(network: EmulatedNetwork) -> Report:
 
 @dataclass(frozen=True)
 class _Load:
-    """Streams that run together, what they carry in all, and the links they measure.
+    """Streams that run together, their total rate, and the links that they measure.
 
     Every stream crosses each of these links.
     """
@@ -131,10 +131,10 @@ class _Load:
 
 
 def _plan_load(network: EmulatedNetwork, link: int) -> _Load | None:
-    """The fewest streams that fill a link; None where no stream crosses it.
+    """Return the fewest streams that fill a link; None if no stream crosses it.
 
-    One stream fills the link of a host. An uplink may need several: no two of them share
-    another host's link, so the sum of their rates does not depend on how TCP shares.
+    One stream fills the link of a host. An uplink may need several: no two of them share another
+    host's link, so the sum of their rates does not depend on how TCP shares.
     """
     left = [min(rate, UNLIMITED) for rate in network.rates]
     shared: set[int] = set()
@@ -161,14 +161,14 @@ def _plan_load(network: EmulatedNetwork, link: int) -> _Load | None:
 
 
 def _pairs(hosts: int) -> Iterator[tuple[int, int]]:
-    """Each two hosts, neighbours in a ring first."""
+    """Yield all pairs of hosts, neighbours in a ring first."""
     for step in range(1, hosts):
         for source in range(hosts):
             yield source, (source + step) % hosts
 
 
 def _measure(network: EmulatedNetwork, load: _Load) -> list[MeasuredLink]:
-    """The links of a load, as they were when its streams came closest to its rate."""
+    """Measure the links of a load; keep the trial whose streams came closest to the load's rate."""
     found = math.inf
     for _ in range(_TRIES):
         found = min(found, _run(network, load), key=lambda rate: abs(rate - load.rate))
@@ -187,7 +187,7 @@ def _measure(network: EmulatedNetwork, load: _Load) -> list[MeasuredLink]:
 
 
 def _run(network: EmulatedNetwork, load: _Load) -> float:
-    """The goodput of streams that run together, in bytes per second."""
+    """Return the goodput of streams that run together, in bytes per second."""
     seconds = max(_SECONDS, _SEGMENTS * segment_bytes(load.rate) / load.rate)
     seconds = min(seconds, _LONGEST_SECONDS)
     buffer = bytearray(1 << 20)
@@ -221,7 +221,7 @@ def _run(network: EmulatedNetwork, load: _Load) -> float:
 def _connect(
     network: EmulatedNetwork, stack: ExitStack, source: int, destination: int
 ) -> tuple[socket.socket, socket.socket]:
-    """A connection between two hosts: the sending and the receiving end."""
+    """Connect two hosts; return the sending and the receiving end."""
     address = network.hosts[destination].address
     with network.socket(destination) as listener:
         listener.bind((address, 0))

@@ -14,9 +14,9 @@ from paceline.runtimes.emulated.network_plan import MAX_HOSTS
 
 @dataclass(frozen=True)
 class Capability:
-    """One thing that an emulated cluster needs or can use.
+    """One feature that an emulated cluster needs or can use.
 
-    *remedy* says what is missing and how to get it; empty where *present*.
+    *remedy* says what is missing and how to get it; it is empty if the feature is *present*.
     """
 
     name: str
@@ -28,11 +28,12 @@ class Capability:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The answer of `paceline check`.
+    """The result of `paceline check`.
 
-    *mode* is how namespaces are made, ``"root"`` or ``"user namespace"``, or None where
-    they are not permitted. *hosts* is how many hosts the free memory holds, with a worker
-    of `memory.WORKER_BYTES` in each.
+    Attributes:
+        mode: How namespaces are made, ``"root"`` or ``"user namespace"``; None: they are not
+            permitted.
+        hosts: How many hosts the free memory holds, with a worker of `memory.WORKER_BYTES` in each.
     """
 
     mode: str | None
@@ -46,8 +47,10 @@ class Capabilities:
 
 
 def capabilities() -> Capabilities:
-    """Try everything out, in namespaces that are gone afterwards. Raises nothing that
-    has to do with what is missing."""
+    """Try all features, in scratch namespaces.
+
+    A missing feature raises no error.
+    """
     mode, missing, refusal = None, {}, ""
     own_proc = False
     try:

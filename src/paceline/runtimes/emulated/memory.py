@@ -1,4 +1,4 @@
-"""How many hosts this machine's memory can hold."""
+"""Calculates how many hosts this machine's memory can hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORKER_BYTES = 250_000_000
 
 
 def available() -> int:
-    """Bytes that new processes may take, as the kernel or the container's limit says."""
+    """Return the bytes that new processes may take, by the kernel or the container's limit."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     table = dict(line.split(":") for line in lines)
     free = int(table["MemAvailable"].split()[0]) * 1024
@@ -24,19 +24,20 @@ def available() -> int:
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
-    except (OSError, ValueError):  # no limit, or none that is visible
+    # There is no limit, or none that is visible.
+    except (OSError, ValueError):
         return free
     return min(free, max(0, limit - used))
 
 
 def needed(hosts: int, processes: int, process_bytes: int) -> int:
-    """Bytes that *hosts* and *processes* of *process_bytes* in them take."""
+    """Return the bytes of *hosts* hosts and *processes* processes of *process_bytes* in them."""
     network = hosts * (HOST_BYTES + NEIGHBOUR_BYTES * (hosts - 1))
     return network + processes * process_bytes
 
 
 def most_hosts(free: int, process_bytes: int) -> int:
-    """The largest number of hosts that *free* bytes hold, with a process in each."""
+    """Return the largest number of hosts that *free* bytes hold, with a process in each."""
     hosts = free // (HOST_BYTES + process_bytes)
     while hosts and needed(hosts, hosts, process_bytes) > free:
         hosts -= 1
@@ -44,7 +45,7 @@ def most_hosts(free: int, process_bytes: int) -> int:
 
 
 def check(hosts: int, processes: int, process_bytes: int) -> None:
-    """Raises `EmulationError` if this machine's memory cannot hold all that."""
+    """Raise `EmulationError` if this machine's memory cannot hold so many hosts and processes."""
     free = available()
     need = needed(hosts, processes, process_bytes)
     if need > free:

@@ -1,7 +1,7 @@
-"""unshare, setns, mount and prctl: what Python 3.11 has no functions for.
+"""Wraps unshare, setns, mount and prctl, for which Python 3.11 has no functions.
 
-Nothing here is named on the machine: a namespace lives as long as a process or an open
-descriptor holds it.
+No namespace has a name on the machine: it lives as long as a process or an open descriptor holds
+it.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: object) -> None:
-    """Call a C function; raises `OSError` naming it."""
+    """Call a C function; raises `OSError` with its name."""
     if getattr(_libc, name)(*arguments) == -1:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def isolate() -> Mode:
-    """Give this process, which must have one thread, a network, mounts and (for its
-    children) process numbers of its own: by its own right, else in a user namespace.
+    """Give this process a network, mounts and (for its children) process numbers of its own.
 
-    In the user namespace the user keeps its own number, so what it starts later is as
-    unprivileged as before. Raises `PermissionError` or `OSError`.
+    The process must have one thread. It uses its own privilege, or else a user namespace. In the
+    user namespace the user keeps its number, so processes started later are as unprivileged as
+    before. Raises `PermissionError` or `OSError`.
     """
     own = _NEW_NETWORK | _NEW_MOUNTS | _NEW_PIDS
     try:
@@ -58,9 +58,9 @@ def isolate() -> Mode:
 
 
 def mount_own_proc() -> bool:
-    """Let /proc show the process numbers of this namespace; false if that is refused.
+    """Let /proc show the process numbers of this namespace; return False if that is refused.
 
-    The mount is seen by this process and its children alone.
+    Only this process and its children see the mount.
     """
     try:
         _call("mount", b"none", b"/", None, _MOUNT_RECURSIVE | _MOUNT_SLAVE, None)
@@ -72,8 +72,10 @@ def mount_own_proc() -> bool:
 
 
 def die_with(process: int) -> None:
-    """Have the kernel kill this process when its parent ends; *process* is a descriptor
-    of the parent (pidfd), which may have ended before."""
+    """Let the kernel kill this process when its parent ends.
+
+    *process* is a descriptor of the parent (pidfd), which may have ended already.
+    """
     _call("prctl", _SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL), 0, 0, 0)
     watch = select.poll()
     watch.register(process, select.POLLIN)
@@ -82,12 +84,12 @@ def die_with(process: int) -> None:
 
 
 def network() -> int:
-    """A descriptor that holds the network namespace this thread is in."""
+    """Return a descriptor that holds the network namespace of this thread."""
     return os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
 
 
 def new_network() -> int:
-    """A descriptor of a new network namespace; this thread stays where it is."""
+    """Return a descriptor of a new network namespace; this thread stays in its own."""
     here = network()
     try:
         _call("unshare", _NEW_NETWORK)
@@ -101,7 +103,7 @@ def new_network() -> int:
 
 @contextlib.contextmanager
 def inside(descriptor: int) -> Iterator[None]:
-    """This thread is in another network namespace for the length of a ``with``."""
+    """Move this thread into another network namespace within a ``with`` block."""
     here = network()
     try:
         _call("setns", descriptor, _NEW_NETWORK)

@@ -1,4 +1,4 @@
-"""A cluster's shaped network inside this machine, for the length of a ``with``.
+"""Emulates a cluster's shaped network inside this machine, within a ``with`` block.
 
 ::
 
@@ -7,8 +7,8 @@
         network.cut(1)
         network.repair(1)
 
-Nothing is named on the machine and nothing outlives the launcher, however it ends (see
-`paceline.runtimes.emulated.keeper`). Directed links are those of the `Cluster`, numbered as
+The network has no names on the machine, and none of it outlives the launcher, however that ends
+(see `paceline.runtimes.emulated.keeper`). Directed links are those of the `Cluster`, numbered as
 its ``capacities``.
 """
 
@@ -45,10 +45,13 @@ from paceline.runtimes.emulated.shaping import UNLIMITED, wire_rate
 class EmulatedNetwork:
     """Hosts with shaped links, as a *cluster* describes them, plus *extra_hosts* servers.
 
-    ``hosts`` has the cluster's hosts first, then the servers'; ``aggregators`` those of what
-    adds up at racks' switches. ``warnings`` says what of
-    the cluster is not emulated; it is complete once the ``with`` has been entered. All
-    methods may be called from any thread.
+    All methods may be called from any thread.
+
+    Attributes:
+        hosts: The cluster's hosts, then the servers'.
+        aggregators: The hosts of aggregators at racks' switches.
+        warnings: The parts of the cluster that are not emulated; complete once the ``with`` block
+            has begun.
     """
 
     def __init__(
@@ -58,10 +61,10 @@ class EmulatedNetwork:
         extra_hosts: int = 0,
         process_bytes: int = memory.WORKER_BYTES,
     ) -> None:
-        """Nothing is started yet.
+        """Plan the network, and start nothing yet.
 
-        *process_bytes* is the memory that each worker and each server will take. Raises
-        `UsageError` or `EmulationError` for more hosts than this machine can hold.
+        *process_bytes* is the memory of each worker and each server. Raises `UsageError` or
+        `EmulationError` for more hosts than this machine can hold.
         """
         self.cluster = cluster
         self._plan = Plan(cluster, extra_hosts)
@@ -77,8 +80,8 @@ class EmulatedNetwork:
     def __enter__(self) -> EmulatedNetwork:
         """Make the network.
 
-        Raises `EmulationPermissionError`, `KernelLacksError` or `EmulationError`; nothing
-        is left then.
+        Raises `EmulationPermissionError`, `KernelLacksError` or `EmulationError`; then nothing of
+        it is left.
         """
         self._client = Client()
         try:
@@ -98,7 +101,7 @@ class EmulatedNetwork:
         self.close()
 
     def close(self) -> None:
-        """Kill every process in every host and remove the network; then all is gone."""
+        """Kill every process in every host and remove the network."""
         if self._client is not None:
             self._client.close()
 
@@ -113,10 +116,10 @@ class EmulatedNetwork:
         stdout: Stream = None,
         stderr: Stream = None,
     ) -> HostProcess:
-        """Start a process in a host, with `subprocess.Popen`'s words.
+        """Start a process in a host, with the parameters of `subprocess.Popen`.
 
-        It is a session of its own, so Ctrl-C does not reach it; it and all that it starts
-        end when the network does. Raises `OSError` if the program cannot be started.
+        The process has a session of its own, so it gets no Ctrl-C. It and its descendants end when
+        the network does. Raises `OSError` if the program cannot be started.
         """
         self._plan.check_host(host)
         return HostProcess(
@@ -131,15 +134,16 @@ class EmulatedNetwork:
         )
 
     def socket(self, host: int) -> sockets.socket:
-        """A new TCP socket that lives in a host, for use here: to bind and listen at the
-        host's address, or to connect from it. Close it."""
+        """Return a new TCP socket that lives in a host.
+
+        The caller may bind and listen at the host's address, or connect from it, and closes it.
+        """
         self._plan.check_host(host)
         _, (descriptor,) = self._running.ask_with(OpenSocket(host=host), Done)
         return sockets.socket(fileno=descriptor)
 
     def set_rate(self, link: int, rate: float) -> None:
-        """Give a directed link another goodput, in bytes per second; `math.inf` for one
-        that is never the limit.
+        """Give a directed link another goodput, in bytes per second; `math.inf`: never the limit.
 
         A link that is cut stays cut, and has the new rate when it is repaired.
         """
@@ -153,7 +157,7 @@ class EmulatedNetwork:
         self.rates[link] = rate
 
     def cut(self, link: int) -> None:
-        """Lose every packet on a directed link from now on, without notice to either end."""
+        """Drop every packet on a directed link from now on, without notice to either end."""
         self._plan.check_link(link)
         self._running.ask(Cut(link=link), Done)
 
@@ -163,11 +167,11 @@ class EmulatedNetwork:
         self._running.ask(Repair(link=link), Done)
 
     def link_name(self, link: int) -> str:
-        """What people call a directed link: ``"worker 3 out"``, ``"server 0 in"``."""
+        """Return a directed link's name for the user: ``"worker 3 out"``, ``"server 0 in"``."""
         return self._plan.cluster.link_name(link)
 
     def path(self, source: int, destination: int) -> tuple[int, ...]:
-        """The directed links from one host to another."""
+        """Return the directed links from one host to another."""
         return self._plan.cluster.host_path(source, destination)
 
     @property

@@ -1,18 +1,17 @@
-"""A cluster as hosts, addresses and devices; no I/O.
+"""Maps a cluster to hosts, addresses and devices; no I/O.
 
-The switchboard holds a bridge per rack and one for the core. Each directed link of the
-cluster is the egress of exactly one device::
+The switchboard holds a bridge per rack and one for the core. Each directed link of the cluster is
+the egress of exactly one device::
 
     host i                     switchboard
     eth0 --------------- h<i> [rack bridge] u<r> --------------- d<r> [core bridge]
     host i out: eth0     in: h<i>           rack r up: u<r>      down: d<r>
 
-Hosts beyond the cluster's own (servers) stand in rack 0, have the first rack's link,
-and their links are numbered after all links of the cluster: out, in, out, in.
+Hosts beyond the cluster's own (servers) are in rack 0 and have the first rack's link. Their links
+are numbered after all links of the cluster: out, in, out, in.
 
-After all these come the hosts of what adds up at racks' switches, one for each rack that
-aggregates. They stand at the switch: on no link of the cluster, and as fast as the machine lets
-them be.
+The hosts of aggregators follow, one for each rack that aggregates. They are at the rack's switch:
+on no link of the cluster, and as fast as the machine permits.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ MAX_HOSTS = 1000
 
 @dataclass(frozen=True)
 class Host:
-    """One host: what it is called, where it is reached, where it stands."""
+    """One host: its name, its address, its rack."""
 
     number: int
     name: str
@@ -49,8 +48,10 @@ class Plan:
     """The links of a cluster and its extra hosts, which ``cluster`` includes as servers."""
 
     def __init__(self, cluster: Cluster, extra_hosts: int) -> None:
-        """Raises `UsageError` for a number of hosts that no bridge can take, and for rules of
-        paths."""
+        """Number hosts and links.
+
+        Raises `UsageError` for a number of hosts that no bridge can take, and for rules of paths.
+        """
         if extra_hosts < 0:
             raise UsageError(f"extra_hosts: expected 0 or more, got {extra_hosts}")
         if cluster.paths:
@@ -92,11 +93,11 @@ class Plan:
         )
 
     def host_link(self, host: int, *, inwards: bool) -> int:
-        """The directed link from or to a host."""
+        """Return the directed link from or to a host."""
         return self.cluster.link_out_of(host) + inwards
 
     def check_link(self, link: int) -> None:
-        """Raises `UsageError`, naming the range, for a link that does not exist."""
+        """Raise `UsageError`, with the valid range, for a link that does not exist."""
         if not 0 <= link < len(self.capacities):
             raise UsageError(
                 f"unknown link {link}: expected 0 ({self.cluster.link_name(0)}) to "
@@ -104,13 +105,13 @@ class Plan:
             )
 
     def check_host(self, host: int) -> None:
-        """Raises `UsageError`, naming the range, for a host that does not exist."""
+        """Raise `UsageError`, with the valid range, for a host that does not exist."""
         count = len(self.hosts) + len(self.aggregators)
         if not 0 <= host < count:
             raise UsageError(f"unknown host {host}: expected 0 to {count - 1}")
 
     def build(self) -> Build:
-        """What the keeper has to make."""
+        """Return the request by which the keeper makes this network."""
         hosts = [
             HostPlan(
                 rack=host.rack,
@@ -122,8 +123,8 @@ class Plan:
         ]
         links: list[LinkPlan | None] = [None] * len(self.capacities)
         for host in self.hosts:
-            # Half of the rack's latency on either side of its switch. So a path within the rack has
-            # all of it, and a path between racks has half of each rack's.
+            # Half of the rack's latency is on either side of its switch. So a path within the rack
+            # has all of it, and a path between racks has half of each rack's.
             delay = self.cluster.racks[host.rack].latency / 2
             for inwards in (False, True):
                 link = self.host_link(host.number, inwards=inwards)

@@ -1,4 +1,4 @@
-"""Which permission is missing, and how to get it."""
+"""Finds out which permission is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTAINER_MARKS = ("/.dockerenv", "/run/.containerenv")
 
 
 def how_to_get_permission(refusal: str) -> str:
-    """A message for a user who may not make namespaces; *refusal* is the kernel's word."""
+    """Return the message for a user who may not make namespaces; *refusal* is the kernel's error."""
     who = "root without CAP_SYS_ADMIN" if os.geteuid() == 0 else f"user {os.geteuid()}"
     return (
         "expected the right to make network namespaces (an emulated cluster is made of "
@@ -25,13 +25,14 @@ def how_to_get_permission(refusal: str) -> str:
 
 
 def remedies(switches: Path, in_container: bool) -> list[str]:
-    """What would help on this machine, most likely first; *switches* is /proc/sys."""
+    """Return the remedies on this machine, most likely first; *switches* is /proc/sys."""
     found = []
     for name, bad, good in _SWITCHES:
         try:
             value = (switches / name).read_text().strip()
         except OSError:
-            continue  # this kernel has no such switch
+            # This kernel has no such switch.
+            continue
         if value == bad:
             dotted = name.replace("/", ".")
             found.append(f"allow user namespaces: sudo sysctl -w {dotted}={good}")

@@ -1,4 +1,4 @@
-"""One worker of an emulated cluster: a real process, in a host of its own."""
+"""Runs one worker of an emulated cluster: a real process, in a host of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.runtimes.real.runtime import HostClock, RealRuntime
 from paceline.units import show_seconds
 
 BEHIND = 1.25
-"""Factor over the paced time of a pass: if passes take longer, the machine cannot keep the pace."""
+"""The machine is too slow if a pass takes longer than its paced time by this factor."""
 USE = (
     "Use the stand-in, which computes nothing: paceline emulate examples/workload.py with the "
     "same network -- "
@@ -40,7 +40,8 @@ class EmulatedRuntime(RealRuntime):
 
     def __init__(self, options: RunOptions) -> None:
         super().__init__(options)
-        # Set the cluster now: the network is this job's own, and scripts may pace before they connect.
+        # Set the cluster now: the network is this job's own, and scripts may pace before they
+        # connect.
         self._learn_cluster()
         tell = progress.step_reporter()
         if tell is not None:
@@ -69,8 +70,10 @@ class EmulatedRuntime(RealRuntime):
         return "what it takes, on this machine's cores"
 
     def _cautions(self) -> tuple[str, ...]:
-        """Workers share the cores of one machine: where these are too few, it is not the cluster's
-        computing that is measured."""
+        """Return warnings if the machine has too few cores for the cluster's workers.
+
+        Then the figures measure this machine's computing, not the cluster's.
+        """
         cores = len(os.sched_getaffinity(0))
         who = f"{self.size} workers compute on {cores} core{'s' * (cores > 1)}"
         if self.paced_by_script:
@@ -98,7 +101,7 @@ class EmulatedRuntime(RealRuntime):
         return None if self.paced_by_script else super().workload
 
     def pace_by_script(self) -> None:
-        """From now on the script says itself what it computes."""
+        """Let the script itself say from now on how long it computes."""
         self.paced_by_script = True
         for compute in self._paced:
             compute.give_up()

@@ -1,23 +1,25 @@
-"""How one directed link gets its rate, its delay and its losses, at a device's egress.
+"""Shapes one directed link at a device's egress: its rate, its delay and its losses.
 
-Theory of operation
--------------------
-A token bucket (``tbf``) limits the rate. Its bucket must hold the largest segment that a
-sender hands over in one piece, else the segment is cut up and the link gives half of its
-rate. It must also hold what the link carries while the machine's cores are busy elsewhere, else
-the link gives less than its rate. But after a pause all that it holds passes at once,
-which flatters small messages. So senders are limited to segments of about a millisecond
-(``gso_max_size``), and the bucket to two. (Measured at 100 and 1000 Mbit/s with two other
-processes on both cores: a bucket of 1 ms lost up to 15 %, of 2 ms up to 4 %.)
+*Rate.* A token bucket (``tbf``) limits the rate. Its size has three constraints:
 
-Delay (``netem``) stands before the bucket: packets in flight wait there, and only those
-that wait for their turn count against the bucket's queue, which is bounded in time.
+- It must hold the largest segment that a sender passes on at once. Otherwise the segment is cut up,
+  and the link gives half of its rate.
+- It must hold the data that the link carries while the machine's cores are busy elsewhere.
+  Otherwise the link gives less than its rate.
+- After a pause all its content passes at once, which favours small messages. So it must be small.
 
-A link is cut by taking the bucket's queue away. The kernel then drops each packet and
-tells the sender nothing, as a cable does; a queue that refuses packets would tell a local
-TCP, which then tries again sooner than it could in a real network.
+So senders are limited to segments of about a millisecond (``gso_max_size``), and the bucket to two.
+(Measured at 100 and 1000 Mbit/s with two other processes on both cores: a bucket of 1 ms lost up to
+15 %, of 2 ms up to 4 %.)
 
-Goodput is payload; the bucket counts Ethernet, IP and TCP headers too.
+*Delay* (``netem``) comes before the bucket. Packets in flight wait there, so only packets that wait
+for their turn count against the bucket's queue, which is bounded in time.
+
+*Cut.* A link is cut by removing the bucket's queue. The kernel then drops each packet without
+notice to the sender, as a broken cable does. A queue that refuses packets would inform a local TCP,
+which then tries again sooner than it could in a real network.
+
+Goodput is payload; the bucket also counts Ethernet, IP and TCP headers.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from typing import Any, Protocol
 from paceline.cluster.cluster import EMULATED_BURST
 
 PAYLOAD_BYTES = 1448
-"""Payload of a full packet: an MTU of 1500 less the IP and TCP headers, with time stamps, as Linux sends them."""
+"""Payload of a full packet: an MTU of 1500 less the IP and TCP headers, with time stamps, as Linux
+sends them."""
 FRAME_BYTES = 1514
 """Bytes of a full packet in the bucket: the MTU and an Ethernet header."""
 UNLIMITED = 4e9
-"""Bytes per second on the wire: more than two processes of one machine exchange, and within the bucket's 32
-bits."""
+"""Bytes per second on the wire: faster than two processes of one machine exchange data, and within
+the bucket's 32 bits."""
 
 _SEGMENT_SECONDS = 1e-3
 _LARGEST_SEGMENT = 65536
@@ -55,12 +58,12 @@ class Netlink(Protocol):
 
 
 def wire_rate(goodput: float) -> float:
-    """The bytes per second on the wire that give *goodput* bytes of payload."""
+    """Return the bytes per second on the wire for a *goodput* in bytes of payload per second."""
     return min(goodput * FRAME_BYTES / PAYLOAD_BYTES, UNLIMITED)
 
 
 def segment_bytes(rate: float) -> int:
-    """The largest segment that a sender on a link of wire *rate* may hand over."""
+    """Return the bytes of the largest segment that a sender on a link of wire *rate* may pass on."""
     return int(min(max(rate * _SEGMENT_SECONDS, _SMALLEST_SEGMENT), _LARGEST_SEGMENT))
 
 
@@ -74,7 +77,7 @@ class Bucket:
 
     @staticmethod
     def of(rate: float) -> Bucket:
-        """The bucket for a wire *rate*."""
+        """Return the bucket for a wire *rate*."""
         burst = max(2 * segment_bytes(rate), rate * EMULATED_BURST)
         limit = max(rate * _QUEUE_SECONDS, _SMALLEST_QUEUE)
         return Bucket(rate=math.ceil(rate), burst=math.ceil(burst), limit=int(limit))
@@ -94,7 +97,7 @@ class Shaper:
         return _DELAY + 1 if self._delay else _ROOT
 
     def install(self, netlink: Netlink) -> None:
-        """Shape the device; it had no queueing discipline before."""
+        """Shape the device, which has no queueing discipline yet."""
         if self._delay:
             netlink.tc(
                 "add",
@@ -107,13 +110,13 @@ class Shaper:
         self._bucket(netlink, "add")
 
     def set_rate(self, netlink: Netlink, rate: float) -> None:
-        """Another wire rate; a link that is cut gets it when it is repaired."""
+        """Set another wire rate; a link that is cut gets it when it is repaired."""
         self._rate = rate
         if not self.is_cut:
             self._bucket(netlink, "change")
 
     def cut(self, netlink: Netlink) -> None:
-        """Lose every packet from now on."""
+        """Drop every packet from now on."""
         if self.is_cut:
             return
         # The bucket's own queue has no handle to delete it by, so another queue replaces it first.
@@ -126,7 +129,8 @@ class Shaper:
     def repair(self, netlink: Netlink) -> None:
         """Let packets flow again, at the last rate that was set."""
         if self.is_cut:
-            self._bucket(netlink, "change")  # makes a new queue if there is none
+            # This makes a new queue if there is none.
+            self._bucket(netlink, "change")
             self.is_cut = False
 
     def _bucket(self, netlink: Netlink, command: str) -> None:
@@ -144,5 +148,5 @@ class Shaper:
 
 
 def _packets_in_flight(rate: float, delay: float) -> int:
-    """How many packets a delay line must hold: all may be of the smallest size."""
+    """Return how many packets a delay line must hold: all may be of the smallest size."""
     return 1000 + math.ceil(rate * delay / 64)
