@@ -61,7 +61,7 @@ LAWS = {
     "ssp:staleness=1": ServerLaws(bound=1),
     "ssp:staleness=3": ServerLaws(bound=3),
     "dssp:staleness=1,extra=1": ServerLaws(bound=2),
-    "r2sp:warm_up=2": ANY,
+    "r2sp:warmup_steps=2": ANY,
     "sync-switch:bsp_steps=0": ANY,
     "sync-switch:bsp_steps=2": ANY,
     "sync-switch:bsp_steps=100": ServerLaws(bound=0),

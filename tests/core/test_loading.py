@@ -16,7 +16,14 @@ from paceline.testing.problems import Quadratic, centers_of, flat_parameters
 from tests.support.training import simulate
 
 METHODS = [
-    *("asp", "ssp", "ssp:staleness=0", "r2sp:warm_up=2", "backup", "backup:wait_for=1"),
+    *(
+        "asp",
+        "ssp",
+        "ssp:staleness=0",
+        "r2sp:warmup_steps=2",
+        "backup",
+        "backup:wait_for=1",
+    ),
     *("sync-switch", "sync-switch:bsp_steps=3"),
     *("osp", "osp:defer=most,budget=constant,most=1,chunk=16"),
 ]

@@ -18,14 +18,14 @@ local-sgd:fragments=3 local-sgd:fragments=0 local-sgd:fragments=2,delay=4 local-
 local-sgd:keep_local=1.5 local-sgd:keep_local=-0.1 local-sgd:delay=2,state=average
 local-sgd:group=2,group_every=3 local-sgd:group_every=2 local-sgd:group=1 local-sgd:group=row
 local-sgd:fragments=2,group=2 local-sgd:group=2,sync_each_step_until=3
-daso:sync_every=0 daso:delay=0,sync_every=0 daso:delay=-1 daso:delay=5 daso:warm_up=-1 daso:group=1 daso:group=machine
+daso:sync_every=0 daso:delay=0,sync_every=0 daso:delay=-1 daso:delay=5 daso:warmup_steps=-1 daso:group=1 daso:group=machine
 sel-sync:delta=-0.1 sel-sync:delta=nan sel-sync:window=0 sel-sync:smoothing=1
 sel-sync:smoothing=-0.1
 ds-sync:size=1 ds-sync:swa_every=0 ds-sync:swa_from=-2 ds-sync:adjust_every=-1 ds-sync:groups=deck
 ds-sync:swa_every=2 ds-sync:cross_rack_every=0 ds-sync:groups=digits,cross_rack_every=2
 ds-sync:groups=digits,adjust_every=5
 dssp:staleness=-1 dssp:extra=-1 sync-switch:bsp_steps=-1
-r2sp:slack=0.99 r2sp:slack=0 r2sp:slack=nan r2sp:slack=inf r2sp:warm_up=1
+r2sp:slack=0.99 r2sp:slack=0 r2sp:slack=nan r2sp:slack=inf r2sp:warmup_steps=1
 """
 
 TAKEN = """

@@ -118,7 +118,7 @@ def went_on(answers: list[Reply]) -> list[int]:
 
 
 def test_the_gap_is_a_part_of_a_steps_time_without_its_wait() -> None:
-    talk = Talk(R2SP(warm_up=4), 2)
+    talk = Talk(R2SP(warmup_steps=4), 2)
     assert talk.push(1.0, 0, 0) == [0]
     assert talk.push(3.0, 1, 0) == [1]
     assert talk.push(5.0, 0, 1) == [
@@ -145,7 +145,7 @@ def test_the_gap_is_a_part_of_a_steps_time_without_its_wait() -> None:
 def test_slack_divides_the_gap() -> None:
     gaps = {}
     for slack in (1.0, 1.25):
-        talk = Talk(R2SP(warm_up=2, slack=slack), 2)
+        talk = Talk(R2SP(warmup_steps=2, slack=slack), 2)
         for step in range(2):
             assert talk.push(0.5 + step, 1, step) == [1]
         assert talk.push(1.0, 0, 0) == [0]
@@ -160,7 +160,7 @@ def test_slack_divides_the_gap() -> None:
 def warm(workers: int, buckets: int = 1) -> Talk:
     """It is 20 s, all have done 2 steps, a gap is 10 / 1.2 / *workers*, and worker 1 has the
     next turn."""
-    talk = Talk(R2SP(warm_up=2), workers, buckets)
+    talk = Talk(R2SP(warmup_steps=2), workers, buckets)
     for now, step in ((10.0, 0), (20.0, 1)):
         for worker in reversed(range(workers)):
             for bucket in range(buckets):
@@ -201,7 +201,7 @@ def test_what_a_worker_does_while_it_is_away_is_no_step() -> None:
 
 
 def test_if_worker_0_goes_the_next_one_is_measured() -> None:
-    talk = Talk(R2SP(warm_up=2), 3)
+    talk = Talk(R2SP(warmup_steps=2), 3)
     talk.push(1.0, 0, 0)
     talk.push(2.0, 1, 0)
     talk.server.on_worker_lost(0, 0, 3.0)
@@ -215,7 +215,7 @@ def test_if_worker_0_goes_the_next_one_is_measured() -> None:
 def test_the_ring_begins_where_all_have_done_equally_many_steps() -> None:
     """Else who waits in a barrier after step n would have the turn that another one needs
     for it."""
-    talk = Talk(R2SP(warm_up=2), 3)
+    talk = Talk(R2SP(warmup_steps=2), 3)
     for now, step in ((1.0, 0), (2.0, 1), (3.0, 2)):
         assert talk.push(now, 1, step) == [1]
     for now, step in ((4.0, 0), (8.0, 1)):
@@ -237,7 +237,7 @@ def test_the_ring_begins_where_all_have_done_equally_many_steps() -> None:
 
 
 def test_who_has_not_joined_yet_is_waited_for() -> None:
-    server = ParameterServer(2, lambda _: R2SP(warm_up=2).server(2))
+    server = ParameterServer(2, lambda _: R2SP(warmup_steps=2).server(2))
     requests: list[tuple[Request, torch.Tensor | None]] = [
         (join(), None),
         (Load(bucket=0), one()),
@@ -255,7 +255,7 @@ def test_who_has_not_joined_yet_is_waited_for() -> None:
 
 
 def test_who_leaves_meanwhile_is_not_waited_for() -> None:
-    talk = Talk(R2SP(warm_up=2), 2)
+    talk = Talk(R2SP(warmup_steps=2), 2)
     for now, step in ((1.0, 0), (2.0, 1)):
         assert talk.push(now, 0, step) == [0]
     assert talk.push(3.0, 0, 2) == []  # worker 1 has not caught up
@@ -263,7 +263,7 @@ def test_who_leaves_meanwhile_is_not_waited_for() -> None:
 
 
 def test_another_server_than_the_first_holds_nobody_back() -> None:
-    talk = Talk(R2SP(warm_up=2), 2, shard=1)
+    talk = Talk(R2SP(warmup_steps=2), 2, shard=1)
     for step in range(9):
         assert talk.push(1.0 + step, 0, step) == [0]
     assert talk.server.next_deadline() is None
@@ -272,7 +272,7 @@ def test_another_server_than_the_first_holds_nobody_back() -> None:
 def test_a_restored_server_warms_up_again() -> None:
     talk = warm(2)
     talk.push(21.0, 1, 2)
-    method = R2SP(warm_up=2)
+    method = R2SP(warmup_steps=2)
     server = ParameterServer(2, lambda _: method.server(2))
     assert server.restore(talk.server.snapshot()) == 2  # worker 0 has done two steps
     for worker in range(2):
@@ -321,14 +321,16 @@ class Scene:
     deaths: list[tuple[float, int, float | None]]
     """When, who, and how long until it is back."""
     slack: float
-    warm_up: int
+    warmup_steps: int
     seed: int
     turns: list[Turn] = field(default_factory=list)
 
     def play(self) -> None:
         self.random = random.Random(self.seed)
         self.talk = Talk(
-            R2SP(slack=self.slack, warm_up=self.warm_up), self.workers, self.buckets
+            R2SP(slack=self.slack, warmup_steps=self.warmup_steps),
+            self.workers,
+            self.buckets,
         )
         self.events: list[tuple[float, int, Callable[[float], None]]] = []
         self.counter = 0
@@ -466,7 +468,7 @@ def scenes(draw: st.DrawFn, deadly: bool) -> Scene:
         data=draw(st.lists(st.integers(0, 15), min_size=workers, max_size=workers)),
         deaths=draw(st.lists(death, min_size=1, max_size=6)) if deadly else [],
         slack=draw(st.sampled_from([1.0, 1.2, 1.25, 3.0])),
-        warm_up=draw(st.sampled_from([2, 3, 10])),
+        warmup_steps=draw(st.sampled_from([2, 3, 10])),
         seed=draw(st.integers(0, 2**32)),
     )
 
@@ -668,7 +670,7 @@ def test_a_worker_that_never_has_its_turn_is_a_deadlock() -> None:
     def train(rank: int) -> None:
         layers = Layers()
         plain = torch.optim.SGD(layers.parameters(), lr=1.0)
-        optimizer = paceline.distribute(layers, plain, method="r2sp:warm_up=2")
+        optimizer = paceline.distribute(layers, plain, method="r2sp:warmup_steps=2")
         for step in range(9):
             if rank == 1 and step == 4:
                 torch.distributed.barrier()  # where nobody else comes

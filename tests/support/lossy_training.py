@@ -752,7 +752,7 @@ def cases(draw: st.DrawFn, name: str) -> Case:
     if name == "asp":
         method = ASP()
     elif name == "r2sp":
-        method = R2SP(warm_up=2)
+        method = R2SP(warmup_steps=2)
     elif name.startswith("ssp"):
         method = SSP(staleness=int(name[-1]))
     elif name == "sync-switch":

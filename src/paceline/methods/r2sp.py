@@ -52,7 +52,7 @@ class R2SP(PushPull):
 
     Attributes:
         slack: Length of a step, in rounds of gaps; at least 1.
-        warm_up: Steps of worker 0 in which no worker waits. The second half of them is measured.
+        warmup_steps: Steps of worker 0 in which no worker waits. The second half of them is measured.
     """
 
     name: ClassVar[str] = "r2sp"
@@ -76,10 +76,10 @@ class R2SP(PushPull):
             ),
         ),
     )
-    in_the_long_run: ClassVar[Mapping[str, str]] = {"warm_up": "2"}
+    in_the_long_run: ClassVar[Mapping[str, str]] = {"warmup_steps": "2"}
 
     slack: float = 1.2
-    warm_up: int = 10
+    warmup_steps: int = 10
 
     def __post_init__(self) -> None:
         if not 1 <= self.slack < math.inf:
@@ -87,19 +87,19 @@ class R2SP(PushPull):
                 f"r2sp:slack={self.slack}: expected a number from 1 on; with less, a round "
                 "takes longer than a step, and every worker idles in each"
             )
-        if self.warm_up < 2:
+        if self.warmup_steps < 2:
             raise UsageError(
-                f"r2sp:warm_up={self.warm_up}: expected 2 or more steps; the first alone "
+                f"r2sp:warmup_steps={self.warmup_steps}: expected 2 or more steps; the first alone "
                 "does not tell how long a step takes"
             )
 
     @property
     def learns_for(self) -> int:
         """Steps until workers wait for their turns."""
-        return self.warm_up
+        return self.warmup_steps
 
     def server(self, workers: int) -> Discipline:
-        return RoundRobin(self.slack, self.warm_up)
+        return RoundRobin(self.slack, self.warmup_steps)
 
 
 class StepLengths:
@@ -144,14 +144,14 @@ class RoundRobin(Discipline):
 
     follows_first_server = True
 
-    def __init__(self, slack: float, warm_up: int) -> None:
+    def __init__(self, slack: float, warmup_steps: int) -> None:
         self._slack = slack
-        self._warm_up = warm_up
+        self._warmup_steps = warmup_steps
         self._is_warm = False
         self._catching_up: int | None = None
         """The step that all workers begin before the ring starts; None in the warm-up."""
         self._follows = False
-        self._times = StepLengths(unmeasured=warm_up // 2)
+        self._times = StepLengths(unmeasured=warmup_steps // 2)
         self._held: dict[int, list[PushedGradient]] = {}
         """By worker: the pushes that get replies in its turn."""
         self._step_seconds = 0.0  # T
@@ -229,7 +229,7 @@ class RoundRobin(Discipline):
             mean = self._times.mean(worker)
             if mean is not None:
                 self._step_seconds = mean
-                warm = self._times.done[worker] >= self._warm_up
+                warm = self._times.done[worker] >= self._warmup_steps
                 if warm and not self._is_warm and self._catching_up is None:
                     self._catching_up = max(self._begun(shard, w) for w in here)
         # gap = T / (1.2 N); next_time = now + gap; next_id = (j + 1) mod N

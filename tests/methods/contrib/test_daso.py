@@ -139,7 +139,7 @@ def test_who_is_out_of_data_does_not_hold_its_node_back(
 
 
 def test_nodes_wait_for_each_other_while_warming_up() -> None:
-    method = "daso:sync_every=4,delay=1,group=2,warm_up=3"
+    method = "daso:sync_every=4,delay=1,group=2,warmup_steps=3"
     trained = train(method, 4, STEPS)
     equal = [step for step in range(STEPS) if spread(trained, step) == 0.0]
     assert equal == [0, 1, 2]

@@ -9,7 +9,7 @@ later it is waited for, and its result broadcast inside the node:
     w <- (2B*w + sum_p w_p(t-B)) / (2B + P)
 
 P is the number of nodes; the weight of 2B for the own parameters is Heat's choice. In the first
-`warm_up` steps nodes average after each step and wait for it.
+`warmup_steps` steps nodes average after each step and wait for it.
 
 Differences from Heat:
 
@@ -69,7 +69,7 @@ class DASO:
         sync_every: Steps from one exchange between groups to the next.
         delay: Steps from the start of an exchange to its use, at most *sync_every*.
         group: Workers of a node: ``rack`` or ``host`` of the cluster file, or a number of workers.
-        warm_up: First steps in which nodes average in each step and wait.
+        warmup_steps: First steps in which nodes average in each step and wait.
     """
 
     name: ClassVar[str] = "daso"
@@ -106,13 +106,13 @@ class DASO:
     sync_every: int = 4
     delay: int = 1
     group: str = "rack"
-    warm_up: int = 0
+    warmup_steps: int = 0
 
     def __post_init__(self) -> None:
         if self.sync_every < 1:
             raise self._wrong("sync_every", "1 or more steps")
-        if self.warm_up < 0:
-            raise self._wrong("warm_up", "0 or more steps")
+        if self.warmup_steps < 0:
+            raise self._wrong("warmup_steps", "0 or more steps")
         if not 0 <= self.delay <= self.sync_every:
             raise self._wrong(
                 "delay",
@@ -123,7 +123,7 @@ class DASO:
     @property
     def learns_for(self) -> int:
         """Steps until it averages as seldom as it will, and until the first late mean is used."""
-        return self.warm_up + (self.sync_every + self.delay if self.delay else 0)
+        return self.warmup_steps + (self.sync_every + self.delay if self.delay else 0)
 
     def _wrong(self, key: str, expected: str) -> UsageError:
         return UsageError(f"daso:{key}={getattr(self, key)}: expected {expected}")
@@ -190,7 +190,7 @@ class DASOWorker:
     def _pace(self) -> tuple[int, int]:
         """S and B in this step."""
         method = self.method
-        warms_up = self.run.step < method.warm_up
+        warms_up = self.run.step < method.warmup_steps
         return (1, 0) if warms_up else (method.sync_every, method.delay)
 
     def _end_exchange(self) -> None:
