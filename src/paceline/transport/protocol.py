@@ -325,8 +325,8 @@ def payload_from(
             return payload
     try:
         payload = torch.empty(elements, dtype=kind)
-    # torch raises RuntimeError if there is no memory.
     except RuntimeError as error:
+        # torch raises RuntimeError if there is no memory.
         raise ProtocolError("too large", f"no memory for it: {error}") from None
     for place, frame in zip(frames_of(payload), frames, strict=True):
         place[:] = frame

@@ -78,15 +78,15 @@ class _Region:
         try:
             flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
             descriptor = os.memfd_create("paceline", flags)
-        # A sandbox may forbid it.
         except OSError:
+            # A sandbox may forbid it.
             return None
         try:
             os.ftruncate(descriptor, _PAGE + MEMORY_BYTES)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _seals())
             region = cls(_mapped(descriptor), descriptor)
-        # The process may have reached a limit.
         except (OSError, RuntimeError):
+            # The process may have reached a limit.
             os.close(descriptor)
             return None
         region.page[:NONCE_BYTES] = secrets.token_bytes(NONCE_BYTES)

@@ -24,8 +24,8 @@ def available() -> int:
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
-    # There is no limit, or none that is visible.
     except (OSError, ValueError):
+        # There is no limit, or none that is visible.
         return free
     return min(free, max(0, limit - used))
 

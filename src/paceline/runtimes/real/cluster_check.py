@@ -1,13 +1,13 @@
 """Checks the cluster file of a real job against the machines that its workers run on.
 
 Rank 0's file counts for all ranks, which read it from the job's store. So the file may be on one
-machine only. Each rank publishes whether it was given another file, and where it runs. Rank 0
+machine only. Each rank publishes its location, and whether it was given another file. Rank 0
 compares, and every rank raises its finding. This happens once, with the store's time limit;
 `peer_monitor` ends ranks that wait for a dead one.
 
-Two facts can be checked: which workers share a machine and, if the file names its hosts, which worker
-runs on which. Racks cannot. A job on one machine, which has no network between hosts, may name any
-cluster: that is how to try out a file.
+Two facts can be checked: which workers share a machine and, if the file names its hosts, which
+worker runs on which. Racks cannot be checked. A job on one machine, which has no network between
+hosts, may name any cluster, so that users can try out a file.
 """
 
 from __future__ import annotations
@@ -33,29 +33,31 @@ _ADVICE = (
 
 
 class WorkerLocation(msgspec.Struct, kw_only=True):
-    """Where one worker runs, and the cluster file that it was given."""
+    """The location of one worker, and the cluster file that it was given."""
 
     name: str
-    """Name of the machine in messages."""
+    """Name of the machine, for messages."""
     machine: str
     """Workers with different values are on different machines."""
     host: str
     """Workers with equal values are on one machine, and share its network."""
     file: str = ""
     digest: str = ""
-    """Digest of the file's contents, if the file can be read here."""
+    """Digest of the file's contents, if this worker can read the file."""
 
 
 class ClusterDecision(msgspec.Struct, kw_only=True):
-    """What rank 0 has found: a *cluster* as TOML, or a *fault*, or neither."""
+    """Rank 0's finding: a *cluster* as TOML, or a *fault*, or neither."""
 
     cluster: str = ""
     fault: str = ""
 
 
 def worker_location(file: str | None = None) -> WorkerLocation:
-    """The location of this process. The boot id identifies a machine, which its containers share; a host also has
-    its network's number. A system without either is identified by its name.
+    """Return the location of this process.
+
+    The boot id identifies a machine, which its containers share; a host also has its network's
+    number. A system without either is identified by its name.
     """
     name = socket.gethostname()
     try:
@@ -68,9 +70,8 @@ def worker_location(file: str | None = None) -> WorkerLocation:
     )
     if file is not None:
         mine.file = file
-        with contextlib.suppress(
-            ClusterError
-        ):  # rank 0's file counts, and is checked there
+        with contextlib.suppress(ClusterError):
+            # Rank 0's file counts, and rank 0 checks it.
             mine.digest = _digest(load_cluster(file))
     return mine
 
@@ -78,9 +79,11 @@ def worker_location(file: str | None = None) -> WorkerLocation:
 def agree_on_cluster(
     rank: int, size: int, file: str | None, job_store: JobStore
 ) -> Cluster | None:
-    """The cluster of a job of *size* workers, of which this one was given *file*; None if none was given a file.
+    """Return the cluster of a job of *size* workers, on every rank.
 
-    Collective. Raises `ClusterError`, on every rank.
+    None if no rank was given a file.
+
+    *file* is this rank's. Collective. Raises `ClusterError`, on every rank.
     """
     job_store.publish(
         f"{KEY}/{rank}", msgspec.json.encode(worker_location(file)).decode()
@@ -103,7 +106,7 @@ def agree_on_cluster(
 
 
 def choose_cluster(locations: Sequence[WorkerLocation]) -> Cluster | None:
-    """The cluster of rank 0's file. Raises `ClusterError` where it is not these workers'."""
+    """Return the cluster of rank 0's file. Raises `ClusterError` if it does not fit the workers."""
     told = [rank for rank, location in enumerate(locations) if location.file]
     if not told:
         return None
@@ -130,7 +133,7 @@ def choose_cluster(locations: Sequence[WorkerLocation]) -> Cluster | None:
 
 
 def load_of(file: str, size: int) -> Cluster:
-    """The cluster of *file*, for a job of *size* workers. Raises `ClusterError`."""
+    """Return the cluster of *file*, for a job of *size* workers. Raises `ClusterError`."""
     cluster = load_cluster(file)
     if cluster.workers != size:
         raise ClusterError(
@@ -142,8 +145,11 @@ def load_of(file: str, size: int) -> Cluster:
 
 
 def check_places(cluster: Cluster, locations: Sequence[WorkerLocation]) -> None:
-    """Raise `ClusterError` where workers share a machine in one of the two and not in the
-    other, or are on another than is named, unless all of them share one."""
+    """Raise `ClusterError` if the workers' machines differ from the cluster's hosts.
+
+    They differ if workers share a machine in only one of the two, or a worker runs on another
+    machine than the cluster names. A job on a single machine passes.
+    """
     if len({location.host for location in locations}) == 1:
         return
     first_on: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Compute time of real processes that follow a workload's times."""
+"""Gives real processes the compute times of a workload."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ WARM_UP_PASSES = 2
 
 
 class PacedCompute:
-    """A `Compute` that sleeps out what is left of a workload's times.
+    """A `Compute` that sleeps for the rest of a workload's times.
 
-    Deadlines count from the start of each forward pass, so what the host does meanwhile
-    (the model's own operations, paceline's copies) passes within them, as it would beside
-    a GPU. On a worker of speed 0.5 everything takes twice as long.
+    Deadlines count from the start of each forward pass. So the host's own work (the model's
+    operations, paceline's copies) takes part of these times, as it would run beside a GPU. On a
+    worker of speed 0.5 everything takes twice as long.
     """
 
     def __init__(self, workload: Workload, samples: float | None, speed: float) -> None:
@@ -31,14 +31,14 @@ class PacedCompute:
         self._scale = 1.0
         self._deadline = 0.0
         self._begun = 0.0
-        """Seconds of the forward pass of the tensors that are used now."""
+        """Seconds of the forward pass of the tensors in use."""
         self._left = 0.0
         """Seconds of the forward pass after `_deadline`, if it is paced tensor by tensor."""
         self._given_up = False
         self._late = 0.0
         """Seconds from the deadline of the last gradient to the gradient itself."""
         self._pending = False
-        """Whether `_late` is of a pass that is not in `_passes` yet."""
+        """Whether `_late` belongs to a pass that is not in `_passes` yet."""
         self._passes: deque[tuple[float, float]] = deque(maxlen=PASSES_KEPT)
         self._pass_count = 0
         self._ended_at: float | None = None
@@ -46,7 +46,7 @@ class PacedCompute:
 
     @property
     def asked_and_taken(self) -> tuple[float, float]:
-        """Seconds that a pass was to take, and those that it took: medians; zeros where there was none."""
+        """Medians of the seconds that a pass should take, and took; zeros if no pass was counted."""
         if not self._passes:
             return 0.0, 0.0
         asked = median(asked for asked, _ in self._passes)
@@ -77,7 +77,7 @@ class PacedCompute:
         self._begun = self.workload.forward[index] * self._scale
 
     def usable(self) -> None:
-        # Waiting is not compute time, and delays everything that follows.
+        # Waiting is not compute time, and delays all later work.
         self._deadline = max(self._deadline, time.perf_counter())
 
     def gradient(self, index: int) -> None:
@@ -93,7 +93,7 @@ class PacedCompute:
         pass
 
     def uses_compressor(self, compression: GradientCompression) -> None:
-        """It takes its own time."""
+        """Do nothing: the compressor takes its own time."""
 
     def compressed(
         self,
@@ -102,7 +102,7 @@ class PacedCompute:
         size: float,
         stage: CompressionStage,
     ) -> None:
-        """It takes its own time."""
+        """Do nothing: the compressor takes its own time."""
 
     def update_begins(self) -> None:
         self._note_pass()
@@ -115,11 +115,11 @@ class PacedCompute:
         self._ended_at = time.perf_counter()
 
     def give_up(self) -> None:
-        """From now on the script says itself what it computes."""
+        """Stop pacing, because the script paces itself from now on."""
         self._given_up = True
 
     def _note_pass(self) -> None:
-        """A pass is over."""
+        """Count a pass that has ended."""
         if not self._pending:
             return
         self._pending = False

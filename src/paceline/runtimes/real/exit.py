@@ -1,25 +1,25 @@
 """Ends a worker process: after success, after failure, or with its launcher.
 
-Theory of operation
--------------------
-Python's `atexit` does not say why a process ends. So uncaught exceptions, ``sys.exit`` and
-``destroy_process_group`` are watched from when a script joins a runtime. That replaces
-``sys.excepthook`` and ``dist.destroy_process_group``. It also replaces ``sys.exit``, ``exit`` and
-``quit`` if others would wait for this worker or a launcher asks how it ended. Each replacement calls
-the original, which is restored at the end. Importing paceline replaces nothing.
+*Detection.* Python's `atexit` does not say why a process ends. So from when a script joins a
+runtime, this module watches uncaught exceptions, ``sys.exit`` and ``destroy_process_group``. It
+replaces ``sys.excepthook`` and ``dist.destroy_process_group``. It also replaces ``sys.exit``,
+``exit`` and ``quit`` if other workers would wait for this one or a launcher needs its exit status.
+Each replacement calls the original, which is restored at the end. Importing paceline replaces
+nothing.
 
-*Success*: the script returned, or left with exit status 0. Results are written. An optimizer that was
-not finished takes part in collectives until all workers finish. Then the process groups are released
-with everything that refers to them: a thread of torch that is alive while the interpreter shuts down
-may abort the process. A script that calls ``dist.destroy_process_group`` gets the same, just before.
+*Success*: the script returned, or left with exit status 0. Results are written. An optimizer that
+was not finished takes part in collectives until all workers finish. Then the process groups are
+released with everything that refers to them: a thread of torch that is alive while the interpreter
+shuts down may abort the process. If a script calls ``dist.destroy_process_group``, the same happens
+just before that call.
 
-*Failure*: an uncaught exception, or ``sys.exit`` with another status. Collectives are impossible, as
-the others might not come. So is a normal shutdown: a collective under way would hold it up, or abort
-it. So the process ends at once, after Python's own clean-up, and sends the reason to the other
-workers (`peer_monitor`) and to the launcher.
+*Failure*: an uncaught exception, or ``sys.exit`` with another status. Collectives are impossible,
+since the other workers might not join them. So is a normal shutdown: a collective under way would
+delay it, or abort it. So the process ends at once, after Python's own clean-up, and sends the
+reason to the other workers (`peer_monitor`) and to the launcher.
 
 A bare ``raise SystemExit(3)`` looks like success: the worker continues with the others until they
-end, and has status 3 then.
+end, and then has status 3.
 """
 
 from __future__ import annotations
@@ -53,9 +53,11 @@ from paceline.torch_internals import forget_default_group
 class ExitWatcher:
     """Watches how this process ends.
 
-    *steps* counts the optimizer steps so far. *close* is the work of a successful end, before the process groups
-    are released. *leave* comes last, with None or the error. *matters*: whether another process needs the exit
-    status.
+    Args:
+        steps: Returns the number of optimizer steps so far.
+        close: Does the work of a successful end, before the process groups are released.
+        leave: Called last, with None or the error.
+        matters: Whether another process needs the exit status.
     """
 
     def __init__(
@@ -71,8 +73,8 @@ class ExitWatcher:
         self._close = close
         self._leave = leave
         self._process = os.getpid()
-        # The exit status and cause of a bad end, and the number of steps when exit was requested: a script that
-        # catches its SystemExit and continues to train has not ended.
+        # The exit status and cause of a failure, and the number of steps at that time. A script
+        # that catches its SystemExit and continues to train has not ended.
         self._bad_end: tuple[int, str, int] | None = None
         self._watch(matters)
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -97,7 +99,8 @@ class ExitWatcher:
             if isinstance(error, PacelineError):
                 traceback = _frames_of_script(traceback)
                 error.__cause__, error.__suppress_context__ = None, True
-            if not unread:  # A closed output pipe is not the script's fault.
+            # A closed output pipe is not the script's fault.
+            if not unread:
                 hook(kind, error.with_traceback(traceback), traceback)
 
         @functools.wraps(leave)
@@ -110,7 +113,7 @@ class ExitWatcher:
 
         @functools.wraps(destroy)
         def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-            # In a ``finally`` after an error, do not shadow the others' collectives.
+            # In a ``finally`` after an error, do not join the others' collectives.
             error = sys.exc_info()[1]
             good = error is None or (isinstance(error, SystemExit) and not error.code)
             if good and (group is None or group is dist.group.WORLD):
@@ -141,7 +144,8 @@ class ExitWatcher:
 
     def _at_exit(self) -> None:
         if os.getpid() != self._process:
-            return  # This is a forked child.
+            # This is a forked child.
+            return
         if self._bad_end is not None:
             status, cause, steps = self._bad_end
             if steps == self._steps():
@@ -164,7 +168,7 @@ class ExitWatcher:
 
 
 def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
-    """What is shown of an error that paceline raises on purpose: frames up to the call of paceline."""
+    """Return the frames to show of an error that paceline raises on purpose: those of the script."""
     ours = f"{Path(__file__).parent.parent.parent}{os.sep}"
     frames = []
     while traceback is not None:
@@ -179,15 +183,16 @@ def _frames_of_script(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def write_torchelastic_error(error: BaseException) -> None:
-    """Write the error where torchrun looks for it, in its form: `ErrorHandler`'s would not show the traceback of
-    an uncaught exception.
+    """Write the error to torchrun's file, in its format.
+
+    torchrun's `ErrorHandler` would not show the traceback of an uncaught exception.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or not isinstance(error, Exception):
         return
     traceback = "".join(tracebacks.format_exception(error))
     # torchrun takes the error with the lowest time, in whole seconds, as the first cause. It dates
-    # a killed worker when it notices the end. So a consequence is dated safely after its cause.
+    # a killed worker when it notices the end. So give a consequence a time safely after its cause.
     lost_a_peer = isinstance(error, PeerLostError) or is_consequence(str(error))
     timestamp = int(time.time()) + (2 if lost_a_peer else 0)
     details = {"py_callstack": traceback, "timestamp": str(timestamp)}
@@ -202,9 +207,9 @@ def write_torchelastic_error(error: BaseException) -> None:
 
 
 def exit_now(status: int) -> NoReturn:
-    """End this process without taking the interpreter down.
+    """End this process without shutting the interpreter down.
 
-    What Python tidies up at exit is tidied up: child processes, temporary folders, logs.
+    It does Python's own clean-up at exit: child processes, temporary folders, logs.
     """
     for tidy_up in (
         end_children,
@@ -216,7 +221,8 @@ def exit_now(status: int) -> NoReturn:
         try:
             tidy_up()
         except BrokenPipeError:
-            pass  # The reader of the output has gone.
+            # The reader of the output has ended.
+            pass
         except Exception:
             tracebacks.print_exc()
     os._exit(status)

@@ -1,9 +1,9 @@
-"""Workers that survive deaths on many machines: how each one finds its server.
+"""Runs workers that survive deaths on many machines, and finds their server.
 
-There is no supervisor. Something else starts each worker and restarts it after a failure: systemd,
-Kubernetes, Slurm, Ray, or a loop in a shell. A worker has a rank, the server's address and its token
-(see `environment_of`). The server numbers incarnations and says how many workers there are. A worker
-waits for a server that has not started yet, or is being restarted.
+There is no supervisor. Another program starts each worker and restarts it after a failure: systemd,
+Kubernetes, Slurm, Ray, or a loop in a shell. A worker has a rank, the server's address and its
+token (see `environment_of`). The server numbers incarnations and knows the number of workers. A
+worker waits for a server that has not started yet, or is restarting.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 
 def environment_of(server: str, rank: int, workers: int) -> dict[str, str]:
-    """What tells a process that it is worker *rank* of *workers*, whose server is at *server*
-    (HOST:PORT). Beside these it needs the server's token, or the job's secret.
+    """Return the variables of worker *rank* of *workers*, whose server is at *server* (HOST:PORT).
 
-    Raises `UsageError` for a place that is none, and a rank that there is not.
+    The process also needs the server's token, or the job's secret. Raises `UsageError` for an
+    invalid address, and for a rank out of range.
     """
     _check_server(server)
     if workers < 1:
@@ -69,23 +69,27 @@ def _check_server(server: str) -> None:
 def exec_as_worker(
     job: ScriptJob, server: str, rank: int | None, workers: int | None
 ) -> NoReturn:
-    """Become the job's script, as one worker: so the process that started this one starts, ends and counts the
-    worker itself.
+    """Become the job's script, as one worker.
 
-    *rank*, *workers*: None: from the launcher's variables, or for *workers* from the server. The server is asked in
-    any case, so a job that it would refuse ends here, before a script has loaded its data. Raises `UsageError` for
-    such a job, or without a rank; `PeerLostError` if no server comes.
+    The program that started this process then starts, ends and counts the worker itself. *rank* and
+    *workers*: None: from the launcher's variables, or for *workers* from the server. This process
+    asks the server in any case, so a job that the server would refuse ends before its script has
+    loaded data.
+
+    Raises `UsageError` for such a job, or without a rank, and `PeerLostError` if no server listens.
     """
     place = place_of(os.environ, server, rank, workers)
     if place.size:
-        environment_of(server, place.rank, place.size)  # raises for invalid values
+        # This raises an error for invalid values.
+        environment_of(server, place.rank, place.size)
     options = job.options
     check(server, os.environ, options.method)
     size = fetch_world_size(server, place.rank, place.size, os.environ)
     # Keep other variables of the launcher, such as LOCAL_RANK.
     told = replace(place, size=size).to_environment() | os.environ
     environment = told | environment_of(server, place.rank, size)
-    if options.json:  # only the JSON object goes to standard output
+    # Only the JSON object goes to standard output.
+    if options.json:
         sys.stdout.flush()
         kept = os.dup(1)
         os.set_inheritable(kept, True)
@@ -98,8 +102,10 @@ def exec_as_worker(
 def place_of(
     environment: Mapping[str, str], server: str, rank: int | None, workers: int | None
 ) -> launchers.Place:
-    """The given rank and size, or those of the launcher's variables; size 0 if neither has it: the server knows.
-    Raises `UsageError` without a rank, or for sizes that differ.
+    """Return the given rank and size, or those of the launcher's variables.
+
+    The size is 0 if neither has it, since the server knows it. Raises `UsageError` without a rank,
+    or for sizes that differ.
     """
     _check_server(server)
     if rank is not None and workers is not None:
@@ -124,14 +130,17 @@ def place_of(
 def _said(
     environment: Mapping[str, str], server: str, given: int | None
 ) -> launchers.Place | None:
-    """What the launcher's variables say: RANK may stand there alone. *given*: the rank that wins
-    over it, if any. Raises `UsageError` where they contradict each other."""
+    """Return the place in the launcher's variables, among which RANK may be alone.
+
+    *given* is the rank that overrides it, if any. Raises `UsageError` if the variables contradict
+    each other.
+    """
     rank = launchers.lone_rank(environment)
     if rank is not None:
         if given is None:
             launchers.check_lone_rank(environment, rank)
         return launchers.Place(rank=rank, size=0)
-    # Workers meet at the server, so the address of worker 0 is not needed.
+    # Workers connect to the server, so they do not need the address of worker 0.
     host = server.rpartition(":")[0]
     return launchers.find({"MASTER_ADDR": host, **environment})
 
@@ -139,11 +148,11 @@ def _said(
 def fetch_world_size(
     server: str, rank: int, workers: int, environment: Mapping[str, str]
 ) -> int:
-    """How many workers the job of that *server* has, once it is there. *workers*: how many worker
-    *rank* takes it to have; 0: it does not know.
+    """Return the number of workers of the job of *server*, once that listens.
 
-    Raises `UsageError` where the server says another number, has no such rank, or does not know
-    this job; `PeerLostError` as `connect_with_retry` does.
+    *workers* is the number that worker *rank* expects; 0: unknown. Raises `UsageError` if the
+    server has another number, has no such rank, or does not know this job; `PeerLostError` as
+    `connect_with_retry` does.
     """
     (address,) = addresses_at(server, environment)
     name, host = "server 0", host_to_connect(address.host, environment)
@@ -166,10 +175,10 @@ def fetch_world_size(
 
 
 def add_world_size(environment: MutableMapping[str, str]) -> None:
-    """Add the number of workers to the variables of a worker whose rank was set by hand, without `exec_as_worker`:
-    else it would take itself for the only one.
+    """Add the number of workers to the variables of a worker whose rank was set by hand.
 
-    Raises what `fetch_world_size` does, and `UsageError` if no server is named.
+    Such a worker was not started by `exec_as_worker`, and would treat itself as the only one.
+    Raises the errors of `fetch_world_size`, and `UsageError` if no server is named.
     """
     rank = launchers.lone_rank(environment)
     if environment.get(SURVIVE_VARIABLE) != "1" or rank is None:
@@ -185,8 +194,10 @@ def add_world_size(environment: MutableMapping[str, str]) -> None:
 
 
 def check(server: str, environment: Mapping[str, str], method: str | None) -> None:
-    """Raise `UsageError` for an impossible job: without a token, without protected connections to the server, or
-    with workers that communicate past the server.
+    """Raise `UsageError` for an impossible job.
+
+    It has no token, no protected connections to the server, or workers that communicate past the
+    server.
     """
     (address,) = addresses_at(server, environment)
     choose(address.host, environment)
@@ -199,10 +210,10 @@ def check(server: str, environment: Mapping[str, str], method: str | None) -> No
 def connect_with_retry(
     name: str, host: str, port: int, rank: int, connect: Callable[[], T]
 ) -> T:
-    """The result of *connect*, once the server is there, and an earlier incarnation of this worker gone.
+    """Return the result of *connect*, once the server listens and an earlier incarnation has left.
 
-    Raises `PeerLostError` if nothing listens for `Timeouts.server_listen`, or the listener does not admit this
-    worker, and `UsageError` if the server refuses it.
+    Raises `PeerLostError` if no process listens for `Timeouts.server_listen`, or the listener does
+    not admit this worker, and `UsageError` if the server refuses it.
     """
     waiting = time.monotonic() + timeouts.server_listen
     contested: float | None = None

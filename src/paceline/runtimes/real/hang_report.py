@@ -1,17 +1,15 @@
-"""Names the rank that the others wait for, if no rank has died.
+"""Names the rank that the other ranks wait for, if no rank has died.
 
-Theory of operation
--------------------
-The liveness thread of each rank looks at its script now and then. A rank that has waited for others
-for `Timeouts.rank_hang`, and has sent nothing meanwhile, reports that to rank 0's hub. The hub then
-asks all ranks for their position. Their liveness threads answer, whatever their scripts do. A rank
-hangs if it does not wait and has sent nothing for as long, or if it does not answer. So there is no
-report while all ranks are equally slow, as none waits. There is none either if all of them wait, as
-no rank is to blame.
+The liveness thread of each rank regularly checks its script. A rank reports to rank 0's hub if it
+has waited for other ranks for `Timeouts.rank_hang`, and has sent nothing meanwhile. The hub then
+asks all ranks for their position. Their liveness threads answer, even if their scripts are stuck. A
+rank hangs if it does not wait and has sent nothing for as long, or if it does not answer. There is
+no report while all ranks are equally slow, as none waits, or while all of them wait, as no rank is
+to blame.
 
 Rank 0 prints the rank, its process and its script's stack, once: again only after the rank has
-continued. Nothing is ended: the rank may be compiling, or evaluating alone. Waits of NCCL on a device
-are not seen, since the host continues meanwhile.
+continued. No process is ended: the rank may be compiling, or evaluating alone. This module cannot
+see waits of NCCL on a device, since the host continues meanwhile.
 """
 
 from __future__ import annotations
@@ -35,10 +33,11 @@ LOOKS = 10
 """How often a rank checks itself within `Timeouts.rank_hang`."""
 MOST_NAMED = 4
 MOST_WAITING = 16
-"""Ranks in a message at most."""
+"""The most ranks in a message."""
 MOST_FRAMES = 8
 PLACE_CHARACTERS, NAME_CHARACTERS = 80, 30
-"""Length limits of a frame's parts. All frames in UTF-8 fit into one line of the hub."""
+"""The most characters of a frame's parts. With them, all frames in UTF-8 fit into one line of the
+hub."""
 
 _WAIT_IN = (file_of(COLLECTIVES), process_groups.__file__)
 """Modules in which a script waits for other ranks."""
@@ -54,14 +53,13 @@ _NOT_THE_SCRIPT = (
 
 
 class Whereabouts(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Where a rank's script is.
+    """The position of a rank's script.
 
     Attributes:
-        step: The job's step that it is in.
-        waits: Whether it waits for other ranks or for a server.
-        still: For how many seconds this has not changed, and it has neither ended a step nor sent
-            anything.
-        changes: How often that has changed.
+        step: The job's current step.
+        waits: Whether the script waits for other ranks or for a server.
+        still: Seconds without a change, a completed step or a sent message.
+        changes: Number of changes so far.
         stack: Frames of a script that does not wait, the innermost one last.
     """
 
@@ -73,9 +71,9 @@ class Whereabouts(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class HangWatch:
-    """A rank's watch over its own script, which runs on the thread that makes this.
+    """Observes a rank's own script, which runs on the thread that constructs this object.
 
-    *step*: the number of the step that the script is in.
+    *step* returns the number of the script's current step.
     """
 
     def __init__(self, recorder: StepRecorder, step: Callable[[], int]) -> None:
@@ -86,7 +84,7 @@ class HangWatch:
         self._changes = 0
 
     def look(self) -> Whereabouts:
-        """Where the script is now. Call it often: it sees changes between two calls."""
+        """Return the script's position. Call this often: it detects changes between two calls."""
         frames = frames_of(self._thread)
         wait = self._wait(frames)
         sent = self._recorder.messages, collectives_begun()
@@ -104,7 +102,7 @@ class HangWatch:
         )
 
     def _wait(self, frames: Sequence[Frame]) -> object:
-        """What tells the wait that the script is in from others; None: it does not wait."""
+        """Return a value that identifies the script's present wait; None: it does not wait."""
         blocked = self._recorder.blocked
         own = blocked.get(self._thread)
         if own is not None:
@@ -119,7 +117,7 @@ class HangWatch:
 
 
 class Hangs:
-    """The hub's side: when to ask the ranks, and which of them hang.
+    """Decides on the hub when to ask the ranks, and which of them hang.
 
     It has no clock: each call gets *now*, in seconds.
     """
@@ -130,10 +128,10 @@ class Hangs:
         """When the current inquiry ends; None: there is none."""
         self._not_before = 0.0
         self._named: dict[int, int | None] = {}
-        """By rank that was named already: its `Whereabouts.changes` at that time."""
+        """By rank that was already reported: its `Whereabouts.changes` at that time."""
 
     def hear(self, rank: int, where: Whereabouts, now: float) -> bool:
-        """A report, or an answer. Returns whether all other ranks are to be asked now."""
+        """Handle a report, or an answer. Returns whether the hub must ask all other ranks now."""
         if self._until is not None:
             self._answers[rank] = where
             return False
@@ -146,20 +144,23 @@ class Hangs:
         return True
 
     def milliseconds(self, now: float) -> int | None:
-        """Until `conclude` is due at the latest; None: nothing is under way."""
+        """Return the time until `conclude` is due at the latest; None: there is no inquiry."""
         return (
             None if self._until is None else max(0, int(1000 * (self._until - now)) + 1)
         )
 
     def is_due(self, present: int, now: float) -> bool:
-        """Whether `conclude` may have something to say, where so many ranks are *present*."""
+        """Return whether `conclude` may have a result, if *present* ranks are connected."""
         if self._until is None:
             return False
         return len(self._answers) >= present or now >= self._until
 
     def conclude(self, present: Mapping[int, str], now: float) -> str:
-        """What is to be said, if anything, once all ranks that are *present* have answered or have
-        had their time. The values of *present* are hosts and processes."""
+        """Return the message on the hanging rank, or an empty one.
+
+        It is empty until all ranks in *present* have answered or their time is up. The values of
+        *present* are hosts and processes.
+        """
         if self._until is None:
             return ""
         silent = present.keys() - self._answers.keys()
@@ -167,7 +168,7 @@ class Hangs:
             return ""
         self._until = None
         answers = {r: at for r, at in self._answers.items() if r in present}
-        # A rank's last message may have arrived after others had begun to wait.
+        # A rank's last message may have arrived after other ranks had begun to wait.
         hang = {
             rank: at.changes
             for rank, at in answers.items()
@@ -177,7 +178,8 @@ class Hangs:
         fresh = [r for r in sorted(found) if found[r] != self._named.get(r, -1)]
         waiting = {rank: at for rank, at in answers.items() if at.waits}
         if not waiting:
-            return ""  # The waiting ranks have continued meanwhile.
+            # The waiting ranks have continued meanwhile.
+            return ""
         self._named = found
         if not fresh:
             return ""
@@ -218,8 +220,10 @@ class Hangs:
 
 
 def stack_of(frames: Sequence[Frame]) -> list[str]:
-    """The script's own of *frames* (the innermost one first), as lines, the innermost one last;
-    without such frames, those of libraries."""
+    """Return the script's own frames as lines, or those of libraries if it has none.
+
+    *frames* begins with the innermost one; in the result it is the last.
+    """
     own = [frame for frame in frames if not frame.file.startswith(_NOT_THE_SCRIPT)]
     return [_line_of(frame) for frame in (own or frames)[MOST_FRAMES - 1 :: -1]]
 

@@ -1,28 +1,29 @@
-"""What workers publish to each other through torch's store, which keeps no secrets.
+"""Publishes addresses, tokens and texts of workers through torch's store, which keeps no secrets.
 
-Whoever reaches MASTER_PORT may read and write torch's store, other users of the machine included.
-So tokens are handed over in one of three ways. All workers find the same one by this table:
+Every process that reaches MASTER_PORT may read and write torch's store, other users of the machine
+included. So tokens are transferred in one of three ways. All workers choose the same one by this
+table:
 
 =============================================  ==========================================
 ``PACELINE_SECRET``, or else                   The store has a signed address. The token is
 ``PACELINE_SERVERS_TOKEN``, is set             derived from the variable and from a number
                                                beside the address.
-else: all workers are on this machine          The publisher has both in a nameless file
+else: all workers are on this machine          The publisher has both in an anonymous file
                                                (``memfd``); the store says where it is.
 else, and on systems without ``memfd``         Both are in the store.
 =============================================  ==========================================
 
 The second way relies on the kernel: only processes of the same user, and the administrator's, open
 another process's descriptors. A reader accepts the file only if it is its own user's, a memfd, and
-sealed, which no other user can make. The file goes with its process.
+sealed, which no other user can make. The kernel removes the file with its process.
 
 The last way keeps out scanners, but not readers of the store. Servers use it only under
 ``PACELINE_TRUSTED_NETWORK=1``: see `paceline.transport.security`.
 
-Addresses are `ListenAddress`es. A machine may know its own name as an address that others cannot
-use: 127.0.1.1 in Debian's ``/etc/hosts``, or "localhost" from some launchers. Then paceline listens
-on all addresses, as torch's store does, and each worker looks for it at MASTER_ADDR as that worker
-resolves it.
+Addresses are `ListenAddress`es. A machine may know its own name as an address that other machines
+cannot use: 127.0.1.1 in Debian's ``/etc/hosts``, or "localhost" from some launchers. Then paceline
+listens on all addresses, as torch's store does, and each worker connects to MASTER_ADDR as that
+worker resolves it.
 """
 
 from __future__ import annotations
@@ -50,21 +51,21 @@ AT_MASTER = ""
 
 @dataclass(frozen=True)
 class ListenAddress:
-    """*bind*: where to listen; *advertise*: the address for others."""
+    """*bind*: the address to listen at; *advertise*: the address for other workers."""
 
     bind: str
     advertise: str
 
 
 def resolve(name: str) -> str:
-    """An address of *name*: of IP version 4, if it has one. Raises `OSError`."""
+    """Return an address of *name*: of IP version 4, if it has one. Raises `OSError`."""
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
 
 
 def is_own(address: str) -> bool:
-    """Whether this machine can listen there."""
+    """Return whether this machine can listen at the address."""
     try:
         with socket.create_server((address, 0), family=family_of(address)):
             return True
@@ -83,12 +84,12 @@ def on_master(
     resolve: Callable[[str], str] = resolve,
     is_own: Callable[[str], bool] = is_own,
 ) -> ListenAddress:
-    """Where worker 0 of *size* listens, on the machine that is MASTER_ADDR.
+    """Return the address at which worker 0 of *size* listens, on the machine of MASTER_ADDR.
 
-    At the address that MASTER_ADDR has here, and nowhere else, wherever the others can use
-    that one; else everywhere. A loopback address is taken at its word where all workers
-    are on this machine, or nothing says where they are and MASTER_ADDR is written as one.
-    Raises `OSError` where MASTER_ADDR cannot be resolved.
+    It is the address that MASTER_ADDR has on this machine, and no other one, if the other workers
+    can use it. Otherwise it is all addresses. A loopback address is used as it is in two cases: all
+    workers are on this machine, or nothing says where they are and MASTER_ADDR is written as a
+    loopback address. Raises `OSError` if MASTER_ADDR cannot be resolved.
     """
     environment = os.environ if environment is None else environment
     master = environment.get("MASTER_ADDR", LOOPBACK)
@@ -110,11 +111,15 @@ def on_master(
 
 
 def toward_master(environment: Mapping[str, str] | None = None) -> ListenAddress:
-    """Where a worker of another machine listens: on the network that leads to worker 0."""
+    """Return the address at which a worker of another machine listens.
+
+    It is on the network that leads to worker 0.
+    """
     environment = os.environ if environment is None else environment
     master = resolve(environment.get("MASTER_ADDR", LOOPBACK))
     with socket.socket(family_of(master), socket.SOCK_DGRAM) as probe:
-        probe.connect((master, 1))  # sends nothing: only looks up the route
+        # This sends nothing: it only looks up the route.
+        probe.connect((master, 1))
         address = str(probe.getsockname()[0])
     return ListenAddress(bind=address, advertise=address)
 
@@ -122,7 +127,7 @@ def toward_master(environment: Mapping[str, str] | None = None) -> ListenAddress
 def host_to_connect(
     published: str, environment: Mapping[str, str] | None = None
 ) -> str:
-    """The host to connect to for a published address."""
+    """Return the host to connect to for a published address."""
     environment = os.environ if environment is None else environment
     return published or environment.get("MASTER_ADDR", LOOPBACK)
 
@@ -131,7 +136,7 @@ _LARGEST_BYTES = 4096
 
 
 class Store(Protocol):
-    """The part of torch's store that is used: a place that all ranks reach."""
+    """The methods of torch's store that are used: a key-value store that all ranks reach."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -139,8 +144,7 @@ class Store(Protocol):
 
 
 class Address(msgspec.Struct, kw_only=True):
-    """Where something listens (see `addresses`), and the token that it asks for; or, with
-    *fault*, why there is nothing."""
+    """The address of a listener and its token; or, with *fault*, why there is none."""
 
     host: str = ""
     port: int = 0
@@ -149,8 +153,9 @@ class Address(msgspec.Struct, kw_only=True):
 
 
 class PublishedAddress(msgspec.Struct, kw_only=True):
-    """A published *address*, without its token if readers of the store must not know that; or the *process* and
-    *descriptor* that have it.
+    """A published *address*, without its token if readers of the store must not know that.
+
+    Otherwise *process* and *descriptor* name the file that has it.
     """
 
     address: Address | None = None
@@ -168,14 +173,14 @@ class PublishedText(msgspec.Struct, kw_only=True):
 
 
 class Sheet(msgspec.Struct, kw_only=True):
-    """What a nameless file holds: *name* says of which job, and what it is."""
+    """The content of an anonymous file; *name* has the job and the key."""
 
     name: str
     address: Address
 
 
 class Way(enum.Enum):
-    """How tokens are handed over: the table at the top."""
+    """The ways of transferring tokens, see the table at the top."""
 
     SIGNED = enum.auto()
     HERE = enum.auto()
@@ -183,7 +188,10 @@ class Way(enum.Enum):
 
 
 def way_of(size: int, environment: Mapping[str, str]) -> Way:
-    """For a job of *size* workers. Raises `UsageError` for a secret that is too short."""
+    """Return the way for a job of *size* workers.
+
+    Raises `UsageError` for a secret that is too short.
+    """
     if job_key(environment) is not None:
         return Way.SIGNED
     local = environment.get("LOCAL_WORLD_SIZE")
@@ -195,22 +203,23 @@ def way_of(size: int, environment: Mapping[str, str]) -> Way:
 
 
 class JobStore:
-    """One worker's side of the handover, for a job of *size* workers."""
+    """One worker's access to the store, for a job of *size* workers."""
 
     def __init__(
         self, store: Store, size: int, environment: Mapping[str, str] | None = None
     ) -> None:
-        """Raises `UsageError` for a secret that is too short."""
+        """Choose the way of transfer. Raises `UsageError` for a secret that is too short."""
         environment = os.environ if environment is None else environment
         self._store = store
         self._job = environment.get("MASTER_PORT", "")
         self._key = job_key(environment)
         self._way = way_of(size, environment)
-        self._numbers: dict[str, str] = {}  # by token: its number
+        # The key is a token, the value its number.
+        self._numbers: dict[str, str] = {}
         self._files: list[int] = []
 
     def new_token(self) -> str:
-        """The token of an address that is to be published."""
+        """Return a new token, for an address to publish."""
         number = secrets.token_hex(16)
         if self._key is None:
             return number
@@ -224,8 +233,9 @@ class JobStore:
         self._store.set(name, msgspec.json.encode(published).decode())
 
     def address(self, name: str) -> Address:
-        """The address that is published under *name*; waits for it. Raises `UsageError` if another user has
-        published it, or this worker cannot reach it.
+        """Wait for the address published under *name*, and return it.
+
+        Raises `UsageError` if another user has published it, or this worker cannot reach it.
         """
         text = self._store.get(name)
         try:
@@ -253,15 +263,19 @@ class JobStore:
         return address
 
     def publish(self, name: str, text: str) -> None:
-        """Publish *text* to all workers; every reader of the store can read it. With a key it is signed."""
+        """Publish *text* to all workers; every reader of the store can read it.
+
+        With a key it is signed.
+        """
         published = PublishedText(text=text)
         if self._key is not None:
             published.signature = self._text_signature(self._key, name, text)
         self._store.set(name, msgspec.json.encode(published).decode())
 
     def get(self, name: str) -> str:
-        """The text that is published under *name*; waits for it. Raises `UsageError` if another user has
-        published it.
+        """Wait for the text published under *name*, and return it.
+
+        Raises `UsageError` if another user has published it.
         """
         try:
             published = msgspec.json.decode(self._store.get(name), type=PublishedText)
@@ -286,7 +300,8 @@ class JobStore:
         if self._way is Way.HERE:
             try:
                 descriptor = _sealed(Sheet(name=self._named(name), address=address))
-            except OSError as error:  # A sandbox may forbid it.
+            except OSError as error:
+                # A sandbox may forbid it.
                 return PublishedAddress(
                     address=Address(
                         fault=f"{name}: its token cannot be handed over here ({error}): "
@@ -303,7 +318,7 @@ class JobStore:
         return PublishedAddress(address=public, number=number, signature=signature)
 
     def _named(self, name: str) -> str:
-        """Of this job: another one's has another port."""
+        """Return a name within this job: another job has another port."""
         return f"{self._job}/{name}"
 
     def _signature(self, key: bytes, name: str, address: Address, number: str) -> str:
@@ -347,7 +362,7 @@ def _seals() -> int:
 
 
 def _sealed(sheet: Sheet) -> int:
-    """A descriptor of a nameless file that no process can change. Raises `OSError`."""
+    """Return a descriptor of an anonymous file that no process can change. Raises `OSError`."""
     flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
     descriptor = os.memfd_create("paceline", flags)
     try:
@@ -361,13 +376,16 @@ def _sealed(sheet: Sheet) -> int:
 
 
 def _read_sealed(path: str, name: str) -> Address:
-    """Raises `OSError` or `ValueError` for what is not such a file of this user."""
+    """Return the address in such a file.
+
+    Raises `OSError` or `ValueError` if it is not a sealed file of this user.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         status = os.fstat(descriptor)
         if status.st_uid != os.geteuid():
             raise ValueError(f"it is user {status.st_uid}'s")
-        # Raises OSError for files that cannot be sealed.
+        # This raises OSError for files that cannot be sealed.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise ValueError("it can be changed")
         sheet = msgspec.json.decode(os.pread(descriptor, _LARGEST_BYTES, 0), type=Sheet)

@@ -1,4 +1,4 @@
-"""A thin layer over torchrun's launch API."""
+"""Launches workers over torchrun's launch API."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ _PLACEMENT_VARIABLES = tuple(
 
 
 def torchrun_options() -> dict[str, int]:
-    """torchrun's options, and how many values each takes."""
+    """Return torchrun's options, and how many values each takes."""
     return options_of(torchrun.get_args_parser())
 
 
 def launch(
     job: ScriptJob, workers: int | None, torchrun_options: Sequence[str] = ()
 ) -> int:
-    """Run worker processes until all have ended; returns the exit status.
+    """Run worker processes until all have ended; return the exit status.
 
-    When one fails, torchrun's agent ends the others; what is printed then names the rank
-    that failed first. Neither processes nor temporary files are left.
+    When one fails, torchrun's agent ends the others. Then a message names the rank that failed
+    first. Neither processes nor temporary files are left.
     """
     words = list(torchrun_options)
     given = {word.partition("=")[0].replace("_", "-") for word in words}
@@ -78,7 +78,8 @@ def launch(
         os.environ.get(variable) for variable in _PLACEMENT_VARIABLES
     )
     if not placed:
-        words.append("--standalone")  # chooses a free port, so jobs do not collide
+        # Let it choose a free port, so that jobs do not collide.
+        words.append("--standalone")
     if "--rdzv-endpoint" in given and given.isdisjoint(
         ("--rdzv-backend", "--node-rank")
     ):
@@ -95,7 +96,8 @@ def launch(
     )
     with scratch_folder() as scratch, _environment(variables):
         if "--log-dir" not in given:
-            words.append(f"--log-dir={scratch}")  # torchrun would not remove its own
+            # torchrun would not remove a folder of its own.
+            words.append(f"--log-dir={scratch}")
         arguments = torchrun.parse_args([*words, job.script, *job.arguments])
         _tie_workers_to_launcher(arguments)
         try:
@@ -109,24 +111,25 @@ def launch(
             name = error.sigval.name
             print(f"paceline: {name}: all workers were ended", file=sys.stderr)
             return 128 + error.sigval
-        except (
-            LauncherInterrupted
-        ) as told:  # before torchrun installed its signal handlers
+        except LauncherInterrupted as told:
+            # The signal arrived before torchrun installed its signal handlers.
             return told.say()
         except (
             RendezvousError,
             RuntimeError,
             ValueError,
-        ) as error:  # for example a port in use
+        ) as error:
+            # A port may be in use, for example.
             print(f"paceline: the job could not start: {error}", file=sys.stderr)
             return 1
     return 0
 
 
 def _tie_workers_to_launcher(arguments: argparse.Namespace) -> None:
-    """Have torchrun start its workers so that they end with this process."""
+    """Let torchrun start its workers so that they end with this process."""
     if arguments.run_path or (arguments.no_python and arguments.module):
-        return  # forked from this process, or refused by torchrun
+        # They are forked from this process, or torchrun refuses the command.
+        return
     command = [arguments.training_script]
     if not arguments.no_python:
         python = os.environ.get("PYTHON_EXEC", sys.executable)
@@ -138,13 +141,14 @@ def _tie_workers_to_launcher(arguments: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _ended_while_torch_waits() -> Iterator[None]:
-    """End this process where a signal finds it in torch's native code, before workers have started.
+    """End this process if a signal arrives in torch's native code, before workers have started.
 
     torchrun's static rendezvous (``--node-rank``) waits there for other machines, for minutes, and
     Python runs no handler meanwhile. The C part of Python's handlers does run: it writes to a pipe.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield  # only the main thread receives signals
+        # Only the main thread receives signals.
+        yield
         return
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -156,7 +160,8 @@ def _ended_while_torch_waits() -> Iterator[None]:
             # Once torchrun has started workers, it waits in Python and handles signals itself.
             if not signals.would_raise(number) or left.wait(timeouts.terminate):
                 continue
-            if signals.would_raise(number):  # still
+            # The main thread is still in native code.
+            if signals.would_raise(number):
                 name = signal.Signals(number).name
                 print(f"paceline: {name} before any worker started", file=sys.stderr)
                 end_at_once(128 + number)
@@ -176,7 +181,7 @@ def _ended_while_torch_waits() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Within it this process has these, too: torchrun's workers have its environment."""
+    """Add these variables to this process in this block: torchrun's workers inherit them."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -1,14 +1,12 @@
-"""Tells every surviving rank which rank died, whatever gloo and NCCL notice.
+"""Informs every surviving rank which rank died, independently of gloo and NCCL.
 
-Theory of operation
--------------------
 Each rank keeps one idle TCP connection to rank 0's hub. *Dead* means a lost connection (see
 `transport.liveness`). Silence is never a death: a rank may compute, compile or evaluate for an hour
 with the interpreter's lock held. A rank that ends well sends a goodbye first; one that fails sends
-its error. The hub informs all ranks. If the hub itself is lost, they know that it was rank 0. A living
-rank that the others wait for is named, and continues (see `hang_report`).
+its error. The hub informs all ranks. If the hub itself is lost, they know that rank 0 has ended. If
+ranks wait for a living rank, rank 0 names it, and it continues (see `hang_report`).
 
-A survivor may be blocked in a collective for ever, and Python cannot interrupt it there. So it is
+A survivor may be blocked in a collective forever, and Python cannot interrupt it there. So it is
 ended after a few seconds in one. Any other survivor may write an emergency checkpoint, and has
 PACELINE_EXIT_GRACE_SECONDS to end by itself.
 
@@ -16,8 +14,8 @@ Messages are lines of JSON of bounded length; nothing is unpickled. A connection
 with the hub's token is closed.
 
 Threat model: ranks learn the token as `job_store` describes, so other users of one machine do not
-have it. Several machines need PACELINE_SECRET for that; without it, readers of torch's store have the
-token. It travels unencrypted: readers of the network between machines have it.
+have it. Several machines need PACELINE_SECRET for that; without it, readers of torch's store have
+the token. It travels unencrypted: readers of the network between machines have it.
 """
 
 from __future__ import annotations
@@ -54,14 +52,14 @@ from paceline.transport.poll_loop import PollLoop
 
 LINE_BYTES = 4096
 STRANGERS = 16
-"""Connections that have not sent a hello, beyond one for each rank."""
+"""The most connections that have not sent a hello, in addition to one for each rank."""
 
 KEY = "paceline/liveness"
 """Key of the hub's address in the store."""
 
 
 class Hello(msgspec.Struct, kw_only=True):
-    """A rank introduces itself."""
+    """The first message of a rank."""
 
     token: str
     rank: int
@@ -70,24 +68,28 @@ class Hello(msgspec.Struct, kw_only=True):
 
 
 class FailureNotice(msgspec.Struct, kw_only=True):
-    """How a rank ended: well (no *fault*), or how not. With *training*, it is only that
-    training which has ended for it."""
+    """The end of a rank: a success without *fault*, else a failure.
+
+    With *training*, only that training has ended on the rank.
+    """
 
     rank: int
     fault: str | None = None
     training: int | None = None
     place: Place | None = None
-    """The rank continues, and reports its place; *present* ranks exist."""
+    """The rank continues, and reports its place; *present* ranks are connected."""
     present: int = 0
     where: Whereabouts | None = None
-    """The rank continues; it waits for others, or was asked for its position."""
+    """The rank continues; it waits for other ranks, or was asked for its position."""
     asks: bool = False
     """The receiving rank is asked for its position."""
 
 
 class FailureHub:
-    """Rank 0's side: hears from all ranks, passes the first bad news on to all, and names
-    the rank that the others wait for."""
+    """Rank 0's hub: receives messages of all ranks, and forwards the first failure to all.
+
+    It also names the rank that the other ranks wait for.
+    """
 
     def __init__(
         self, size: int, listen_address: ListenAddress, job_store: JobStore
@@ -125,7 +127,7 @@ class FailureHub:
         return {hello.rank for hello in list(self._ranks.values())}
 
     def close(self) -> None:
-        """End rank 0's hub, with a goodbye to all that are still connected."""
+        """End rank 0's hub, with a goodbye to all ranks that are still connected."""
         self._wake.close()
         self._thread.join(timeout=timeouts.collective_grace)
 
@@ -134,7 +136,7 @@ class FailureHub:
             while not self._closing:
                 self._loop.handle(self._hangs.milliseconds(time.monotonic()))
                 self._name_hangs()
-            # First read what has arrived, so that errors are handled before losses.
+            # First read all messages that have arrived, so that errors are handled before losses.
             while self._loop.handle(0):
                 pass
             self._tell_all(FailureNotice(rank=0))
@@ -159,7 +161,8 @@ class FailureHub:
             for line in said.lines:
                 self._hear(peer, line)
         except (msgspec.MsgspecError, UnicodeDecodeError):
-            self._lose(peer)  # not a rank, or no longer one
+            # It is not a rank, or no longer one.
+            self._lose(peer)
             return
         if said.over:
             self._lose(peer, said.error)
@@ -190,7 +193,8 @@ class FailureHub:
             )
             self._tell_all(words)
         if news.training is not None:
-            self._ranks[peer] = hello  # The rank continues, and may end differently.
+            # The rank continues, and may end differently.
+            self._ranks[peer] = hello
 
     def _lose(self, peer: socket.socket, error: OSError | None = None) -> None:
         hello = self._ranks.pop(peer, None)
@@ -209,18 +213,22 @@ class FailureHub:
         present = {hello.rank: _process_of(hello) for hello in self._ranks.values()}
         said = self._hangs.conclude(present, time.monotonic())
         if said:
-            # On a thread, once per hang: a blocked terminal must not block the hub.
+            # Print on a thread, once per hang: a blocked terminal must not block the hub.
             threading.Thread(target=_print, args=(said,), daemon=True).start()
 
     def _tell_all(self, news: FailureNotice, but: socket.socket | None = None) -> None:
         for peer in list(self._ranks):
             if peer is not but:
                 with contextlib.suppress(OSError):
-                    peer.send(line_of(news))  # fits into an idle connection's buffer
+                    # The message fits into an idle connection's buffer.
+                    peer.send(line_of(news))
 
 
 def make_hub(size: int, job_store: JobStore) -> FailureHub | None:
-    """Rank 0's hub, which the *job_store* tells all of; or, where it cannot listen, why not."""
+    """Return rank 0's hub, and publish its address in *job_store*.
+
+    If it cannot listen, publish the error and return None.
+    """
     try:
         return FailureHub(size, on_master(size), job_store)
     except OSError as error:
@@ -235,12 +243,13 @@ def _process_of(hello: Hello) -> str:
 
 
 def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the stream may be closed
+    # The stream may be closed.
+    with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 def line_of(words: msgspec.Struct) -> bytes:
-    """*words* as they travel."""
+    """Return a message as a line of JSON."""
     return msgspec.json.encode(words) + b"\n"
 
 
@@ -250,15 +259,17 @@ FAULT_CHARACTERS = 500
 
 
 class PeerMonitor:
-    """This rank's watch over the others.
+    """Monitors the other ranks for this rank.
 
     Args:
-        lost: Called once, on a thread of this object, with a sentence that names the rank that ended
-            badly.
-        broke: Called for each training of another rank that ended with an error, with its number and
-            such a sentence.
-        places: Sends where this rank is to the others, and receives theirs.
-        watch: Sees for how long this rank waits for others. Without it, no wait is reported.
+        rank: This rank.
+        size: Number of ranks.
+        job_store: Publishes the hub's address.
+        lost: Called once, on a thread of this object, with a sentence that names the failed rank.
+        broke: Called for each training of another rank that ended with an error, with its number
+            and such a sentence.
+        places: Sends this rank's place to the other ranks, and receives theirs.
+        watch: Measures how long this rank waits for other ranks. Without it, no wait is reported.
     """
 
     def __init__(
@@ -327,7 +338,7 @@ class PeerMonitor:
         )
 
     def report_training_failure(self, number: int, fault: str) -> None:
-        """A training has ended for this rank with a *fault*; the rank itself goes on."""
+        """Report that a training has ended on this rank with a *fault*; the rank itself continues."""
         if not self._over:
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS]
@@ -339,14 +350,16 @@ class PeerMonitor:
                 self._say(FailureNotice(rank=self._rank, place=place))
 
     def close(self, fault: str | None = None) -> None:
-        """End this rank: well, or with a *fault*, which the others get."""
+        """End this rank: well, or with a *fault*, which the other ranks get."""
         if not self._over:
             self._over = True
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS] if fault else None
                 self._say(FailureNotice(rank=self._rank, fault=brief))
-                self._socket.shutdown(socket.SHUT_RDWR)  # the listener thread closes it
-        if self.hub is not None:  # also after a failure notice
+                # The listener thread closes it.
+                self._socket.shutdown(socket.SHUT_RDWR)
+        # It may follow a failure notice.
+        if self.hub is not None:
             self.hub.close()
 
     def _say(self, words: msgspec.Struct) -> None:
@@ -367,7 +380,8 @@ class PeerMonitor:
                 if news.place is not None:
                     self._places.hear(news.rank, news.place, news.present)
                     continue
-                if news.fault is None:  # Rank 0 and its hub end without an error.
+                # Rank 0 and its hub end without an error.
+                if news.fault is None:
                     return
                 sentence = f"rank {news.rank} {news.fault}"
                 if news.training is None:
@@ -384,7 +398,7 @@ class PeerMonitor:
         self._tell(f"rank 0 {liveness.how_it_ended(lost)}")
 
     def _lines(self) -> Iterator[bytes]:
-        """What the hub says. Between its words, this rank looks at itself."""
+        """Yield the hub's messages. Between two of them, this rank checks its own position."""
         begun, poll = b"", select.poll()
         poll.register(self._socket, select.POLLIN)
         every = None if self._watch is None else timeouts.rank_hang / LOOKS
@@ -410,7 +424,8 @@ class PeerMonitor:
         where = self._watch.look()
         if only_long_waits and not (where.waits and where.still >= timeouts.rank_hang):
             return
-        with contextlib.suppress(OSError):  # the listener reports the loss of the hub
+        # The listener reports the loss of the hub.
+        with contextlib.suppress(OSError):
             self._say(FailureNotice(rank=self._rank, where=where))
 
     def _tell(self, sentence: str) -> None:
@@ -420,7 +435,7 @@ class PeerMonitor:
 
 
 def exit_grace() -> float:
-    """Seconds that a worker which has lost a peer may take to end by itself."""
+    """Return the seconds for which a worker that has lost a peer may continue."""
     return seconds_from(os.environ, EXIT_GRACE_VARIABLE, timeouts.exit_grace)
 
 
@@ -431,10 +446,11 @@ def end_after_grace(
     is_blocked: Callable[[], bool],
     grace: float,
 ) -> None:
-    """What a real worker does with bad news: say it, and end in time.
+    """Print the failure, and end this worker in time.
 
-    *is_blocked*: whether the training waits for others. When it has done so for
-    `Timeouts.collective_grace`, or *grace* seconds have passed, the process ends."""
+    *is_blocked* returns whether the training waits for other ranks. The process ends when it has
+    waited for `Timeouts.collective_grace`, or after *grace* seconds.
+    """
     # This worker must end even if its standard error is closed.
     with contextlib.suppress(OSError, ValueError):
         words = f"paceline: {sentence}; rank {rank} ends too"

@@ -1,5 +1,7 @@
-"""The real runtime: one process per worker, launched by torchrun, srun, mpirun or whatever sets
-torchrun's variables, on the wall clock."""
+"""The real runtime: one process per worker, on the wall clock.
+
+torchrun, srun, mpirun or any program that sets torchrun's variables launches the workers.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ from paceline.units import show_count
 
 
 class HostClock:
-    """The host's clock, as a `RuntimeClock`: all takes the time that it takes."""
+    """The host's clock, as a `RuntimeClock`: all work takes its real time."""
 
     is_virtual: ClassVar[bool] = False
 
@@ -59,7 +61,7 @@ class HostClock:
             time.sleep(seconds)
 
     def charge(self, seconds: float, what: str) -> None:
-        """It takes the time it takes."""
+        """Do nothing: work takes its real time."""
 
     def external(self, wait: Callable[[], None]) -> None:
         wait()
@@ -71,8 +73,8 @@ class HostClock:
 class RealRuntime:
     """This process as one worker of a job.
 
-    The variables of its launcher say which (see `launchers`); without them the process is
-    a job of one.
+    The launcher's variables give its rank (see `launchers`). Without them the process is a job of
+    one worker.
     """
 
     name: ClassVar[str] = "real"
@@ -142,7 +144,7 @@ class RealRuntime:
 
     @property
     def _job_store(self) -> JobStore:
-        """The store of the job; with workers that communicate through servers only, each has its own."""
+        """Return the job's store. Workers that communicate through servers only have one each."""
         if self._known_store is None:
             store = local_store() if self.server_only else default_store()
             self._known_store = JobStore(store, self.size)
@@ -152,7 +154,10 @@ class RealRuntime:
         return self.registry.first_step + self.recorder.step_count + 1
 
     def _learn_cluster(self) -> None:
-        """Read and check the cluster, once. Collective, unless workers communicate through servers only."""
+        """Read and check the cluster, once.
+
+        Collective, unless workers communicate through servers only.
+        """
         if self._knows_cluster:
             return
         self._knows_cluster = True
@@ -208,7 +213,8 @@ class RealRuntime:
         if isinstance(own, Workload):
             self._paced.append(PacedCompute(own, samples, 1.0))
             return self._paced[-1]
-        return None  # compute takes its real time
+        # Compute takes its real time.
+        return None
 
     @property
     def workload(self) -> Workload | None:
@@ -219,7 +225,7 @@ class RealRuntime:
 
     @property
     def compute_from(self) -> str:
-        """One line for people: where compute time comes from."""
+        """Origin of compute times, as one line for the user."""
         return "what it takes"
 
     def _training_broke(self, number: int, cause: str) -> None:
@@ -229,9 +235,10 @@ class RealRuntime:
             self._liveness.report_training_failure(number, fault)
 
     def _training_of_a_peer_broke(self, number: int, sentence: str) -> None:
-        """A peer's training has ended with an error that its script has caught: this worker would wait for ever.
+        """End this worker if the script of a peer has caught the error that ended its training.
 
-        Nothing is done if all ranks get the same error; it may reach this one a moment later.
+        This worker would wait for the peer forever. Nothing is done if all ranks get the same
+        error, which may reach this one a moment later.
         """
         job = self.registry
         if job.is_over(number) and not is_consequence(job.broken_by(number)):
@@ -255,8 +262,10 @@ class RealRuntime:
         )
 
     def _waits_for_others(self) -> bool:
-        """Whether the training is in a collective, its own or the script's, or waits for a
-        server; or the script is over."""
+        """Return whether the training waits for other workers, or the script is over.
+
+        It waits in a collective, its own or the script's, or for a server.
+        """
         return (
             bool(self.recorder.blocked)
             or self._leaving
@@ -264,7 +273,7 @@ class RealRuntime:
         )
 
     def _leave(self, fault: str | None) -> None:
-        """The process is about to end, badly where there is a *fault*."""
+        """Prepare the end of the process; a *fault* means a failure."""
         if self._liveness is not None:
             self._part_from_others(self._liveness, fault)
         if fault is not None and self._services is not None:
@@ -274,7 +283,7 @@ class RealRuntime:
     def _part_from_others(self, liveness: PeerMonitor, fault: str | None) -> None:
         if fault is None:
             self._leaving = True
-            # These two waits decide whether this is a good end after all.
+            # These two waits show whether this is a successful end after all.
             self._failure_judged.wait(timeouts.collective_grace + self._exit_grace)
         elif is_consequence(fault):
             # gloo or NCCL was faster than the hub: this rank's end is a consequence, and the hub is
@@ -285,13 +294,15 @@ class RealRuntime:
 
     @property
     def _broken_by(self) -> str:
-        """The error that has ended the last training here, if any."""
+        """The error that ended the last training on this rank; empty: none."""
         trainings = self.registry.trainings
         return trainings[-1].training.broken_by if trainings else ""
 
     def close(self) -> None:
-        """Do the work of a successful end. Raises `PeerLostError` if the script has caught the error that broke its
-        training: the process that started this worker would take its good end for the job's.
+        """Do the work of a successful end.
+
+        Raises `PeerLostError` if the script has caught the error that broke its training. Otherwise
+        the process that started this worker would count the job as successful.
         """
         if dist.is_initialized() or self.server_only:
             self.registry.end()
@@ -314,7 +325,8 @@ class RealRuntime:
         if self._records is not None:
             self._records.close()
         if self._broke and dist.is_initialized() and self.size > 1:
-            return  # Other ranks may be elsewhere, and there is no common result.
+            # Other ranks may be elsewhere, and there is no common result.
+            return
         if self.options.profile is not None:
             self._write_profile(self.options.profile)
         if self.options.json:
@@ -339,12 +351,12 @@ class RealRuntime:
                 if self.options.result is not None:
                     Path(self.options.result).write_text(result.to_json() + "\n")
                 else:
-                    # In one write, since other workers may write to the same stream.
+                    # Write once, since other workers may write to the same stream.
                     sys.stdout.write(result.to_json() + "\n")
                     sys.stdout.flush()
 
     def _cautions(self) -> tuple[str, ...]:
-        """Why the run's figures tell little, beside what its recorder knows."""
+        """Return why the run's figures are unreliable, in addition to its recorder's reasons."""
         return ()
 
     def _write_profile(self, path: str) -> None:
@@ -392,9 +404,11 @@ class RealRuntime:
 
 
 def _find_place() -> Place | None:
-    """This process's place in its job; if another launcher than torchrun said it, torchrun's
-    variables do from then on, to everything that looks for them. A script that has made its
-    process group knows better."""
+    """Return this process's place in its job; None: it has none, or the script knows better.
+
+    If another launcher than torchrun started it, torchrun's variables are set, too, since other
+    code reads them. A script that has made its process group knows better.
+    """
     external_worker.add_world_size(os.environ)
     try:
         place = launchers.find(os.environ)

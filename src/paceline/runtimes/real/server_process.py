@@ -1,7 +1,7 @@
-"""A server process from its parent's side, and the lines that servers and workers get.
+"""Starts and controls a server process, and finds servers that run already.
 
-A worker starts one for the services beside it (see `services`), a supervisor for a job that survives
-deaths.
+A worker starts one for the services beside it (see `services`), a supervisor for a job that
+survives deaths.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SURVIVE_VARIABLE = "PACELINE_SURVIVE"
 """Set if a supervisor keeps the job alive: workers then communicate through servers only."""
 INCARNATION_VARIABLE = "PACELINE_INCARNATION"
 SILENT_VARIABLE = "PACELINE_SILENT_SECONDS"
-"""Seconds that a worker may be silent under ``--survive``."""
+"""Seconds for which a worker may be silent under ``--survive``."""
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     # Keep the memory of received chunks. Otherwise the kernel zeroes it again for the next chunk,
@@ -60,8 +60,11 @@ class ServerProcess:
         token: str = "",
         extra: Sequence[str] = (),
     ) -> None:
-        """*port* 0 and no *token*: one of its own. *extra*: more options of
-        ``python -m paceline.parameter_server.process``. Returns at once: see `listens`."""
+        """Start the server, and return at once: see `listens`.
+
+        *port* 0: a free port. *token* empty: a new one. *extra*: more options of ``python -m
+        paceline.parameter_server.process``.
+        """
         self.name, self._host = name, host
         self.port = port
         self.token = token or secrets.token_hex(16)
@@ -88,8 +91,11 @@ class ServerProcess:
         """Output after its last complete line."""
 
     def listens(self) -> int:
-        """Wait until its `port` is known; returns the step that it goes on from, 0 without a
-        snapshot. Raises `UsageError` if it does not start."""
+        """Wait until its `port` is known.
+
+        Returns the step from which it continues, 0 without a snapshot. Raises `UsageError` if it
+        does not start.
+        """
         assert self.process.stdout is not None
         line = line_within(self.process.stdout, timeouts.server_start)
         try:
@@ -112,17 +118,17 @@ class ServerProcess:
         return words.step
 
     def tell(self, words: LineToServer) -> None:
-        """Say this to it, if it has not ended."""
+        """Send it a message, unless it has ended."""
         self._write(msgspec.json.encode(words))
 
     @property
     def news_descriptor(self) -> int:
-        """Readable where it has said something, or has ended."""
+        """Return a descriptor that is readable if it has sent messages, or has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
 
     def news(self) -> list[LineFromServer]:
-        """What it has said since this was last called. Does not wait."""
+        """Return the messages since the last call. Does not wait."""
         ready, _, _ = select.select([self.news_descriptor], [], [], 0)
         if ready:
             self._heard += os.read(self.news_descriptor, 65536)
@@ -135,13 +141,14 @@ class ServerProcess:
 
     def _write(self, line: bytes) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # the process may have ended
+        # The process may have ended.
+        with contextlib.suppress(OSError):
             self.process.stdin.write(line + b"\n")
             self.process.stdin.flush()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a process that ends with its input."""
+    """End a process that ends when its input is closed."""
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(OSError):
@@ -155,13 +162,13 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def line_within(stream: IO[bytes], seconds: float) -> bytes | None:
-    """The next line of a process: empty if it has ended, None if it takes longer."""
+    """Return the next line of a process: empty if it has ended, None if it takes longer."""
     ready, _, _ = select.select([stream], [], [], seconds)
     return stream.readline() if ready else None
 
 
 def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
-    """Where the servers of a place run already. Raises `UsageError`."""
+    """Return the addresses of the servers that run at a place already. Raises `UsageError`."""
     text = environment.get(ADDRESSES_VARIABLE, "") if place == "dedicated" else place
     if not text:
         raise UsageError(

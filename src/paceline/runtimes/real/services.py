@@ -1,11 +1,11 @@
-"""Servers and other services of real workers: started beside them, or found at their addresses.
+"""Starts or finds servers and other services of real workers.
 
-Each worker starts the services whose place is beside it, all in one child process that ends with it.
-*Embedded* means beside rank 0, *per node* beside the first worker of each node. A host's service
-belongs to the first worker that runs there. Addresses go to all workers through the job's store, and
-tokens as `job_store` describes. A service that cannot start publishes that, so every worker raises
-and none waits. When all services listen, workers describe to each one what it is and where its peers
-are.
+Each worker starts the services whose place is beside it, all in one child process that ends with
+it. *Embedded* means beside rank 0, *per node* beside the first worker of each node. A host's
+service belongs to the first worker that runs there. Addresses go to all workers through the job's
+store, and tokens as `job_store` describes. A service that cannot start publishes its error, so
+every worker raises it and none waits. When all services listen, workers send each one its
+description and the addresses of its peers.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from paceline.transport.protocol import HAS_BEEN_HERE, ServiceKey
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one service runs: at an *address* already; or it is started, maybe *here*."""
+    """The place of one service: an existing *address*, or else a worker starts it, maybe *here*."""
 
     here: bool = False
     address: Address | None = None
 
 
 class RealServices:
-    """One real worker's view of the job's services."""
+    """One real worker's access to the job's services."""
 
     def __init__(
         self, rank: int, workers: int, job_store: JobStore, recorder: StepRecorder
@@ -65,7 +65,7 @@ class RealServices:
     def find(
         self, job: ServiceJob, environment: Mapping[str, str] = os.environ
     ) -> list[ServerConnection]:
-        """Start what this worker has to, and connect to all. Collective."""
+        """Start this worker's services, and connect to all services of *job*. Collective."""
         number, self._trainings = self._trainings, self._trainings + 1
         check_supervised(job, environment)
         resolver = PlacementResolver(
@@ -77,7 +77,8 @@ class RealServices:
         key = f"paceline/services/{number}"
         addresses = self._started(key, placed, environment)
         survives = environment.get(SURVIVE_VARIABLE) == "1"
-        # Under --survive a server process serves one training, and workers share no store from which to get a name.
+        # Under --survive a server process serves one training, and workers share no store that
+        # could give it a name.
         training = 0 if survives else self._training(key)
         ends = [
             self._connect(
@@ -105,7 +106,7 @@ class RealServices:
         return ends
 
     def close(self) -> None:
-        """All trainings are over: end this worker's child."""
+        """End this worker's child process, after all trainings."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -116,7 +117,7 @@ class RealServices:
         placed: Sequence[tuple[ServiceSpec, Placement]],
         environment: Mapping[str, str],
     ) -> list[Address]:
-        """Where they all listen. Raises `UsageError` if one does not."""
+        """Return the addresses of all services. Raises `UsageError` if one does not listen."""
         for service, placement in placed:
             if placement.here:
                 address = self._start(service, environment)
@@ -156,8 +157,11 @@ class RealServices:
             return Address(fault=str(error))
 
     def _training(self, key: str) -> int:
-        """A number that no other training has, of this job or another one: a server that was there before
-        serves several, and the next may begin before the last has ended everywhere."""
+        """Return a number that no other training has, of this job or another one.
+
+        A server that existed before serves several trainings, and the next one may begin before the
+        last has ended everywhere.
+        """
         if self._rank == 0:
             self._job_store.publish(f"{key}/training", str(secrets.randbits(63)))
         return int(self._job_store.get(f"{key}/training"))
@@ -171,7 +175,7 @@ class RealServices:
         *,
         starts: bool,
     ) -> ServerConnection:
-        """This worker's end of a service; one that the job *starts* listens already."""
+        """Connect to a service; one that the job *starts* listens already."""
         host = host_to_connect(address.host, environment)
         incarnation = environment.get(INCARNATION_VARIABLE)
         survives = environment.get(SURVIVE_VARIABLE) == "1"
@@ -191,7 +195,8 @@ class RealServices:
                 recorder=self._recorder,
             )
 
-        if survives and incarnation is None:  # the server numbers incarnations
+        # The server numbers incarnations.
+        if survives and incarnation is None:
             return external_worker.connect_with_retry(
                 name, host, address.port, self._rank, connect
             )
@@ -205,8 +210,11 @@ class RealServices:
 def _connected_between_trainings(
     connect: Callable[[], ServerConnection],
 ) -> ServerConnection:
-    """Under a supervisor: the server of the last training, which this worker has left and others have not, may
-    be there still, or end just now; then the supervisor starts the next one."""
+    """Connect to a server under a supervisor, between two trainings.
+
+    The server of the last training may still be there, or end just now, if this worker has left it
+    and others have not. Then the supervisor starts the next one.
+    """
     deadline = time.monotonic() + timeouts.server_start
     while True:
         try:
@@ -220,7 +228,7 @@ def _connected_between_trainings(
 
 @dataclass(frozen=True)
 class PlacementResolver:
-    """What one worker makes of places."""
+    """Finds the placements of places, for one worker."""
 
     rank: int
     workers: int
@@ -228,7 +236,7 @@ class PlacementResolver:
     environment: Mapping[str, str]
 
     def placements(self, place: str) -> list[Placement]:
-        """Where services of that place run. Raises `UsageError`."""
+        """Return where services of that place run. Raises `UsageError`."""
         if place == "auto":
             named = self.environment.get(ADDRESSES_VARIABLE)
             place = "dedicated" if named else "embedded"
@@ -244,7 +252,7 @@ class PlacementResolver:
         return [self.beside(0)] if place == "embedded" else self._nodes()
 
     def beside(self, rank: int) -> Placement:
-        """Where a service runs on the machine of worker *rank*."""
+        """Return the placement of a service on the machine of worker *rank*."""
         return Placement(here=self.rank == rank)
 
     def _nodes(self) -> list[Placement]:
@@ -254,10 +262,11 @@ class PlacementResolver:
         ]
 
     def _first_ranks(self, on_node: int) -> list[int]:
-        """The rank of each node's first worker. Ranks may be numbered in any way, node by node or in turn.
+        """Return the rank of each node's first worker; ranks may be numbered in any way.
 
-        Collective. Raises `UsageError`, on every worker, unless each node has as many workers as this one, *on_node*,
-        and one whose local rank is 0: all would wait for a server that no worker starts.
+        Collective. Raises `UsageError`, on every worker, unless each node has *on_node* workers, as
+        this one has, and one of local rank 0. Otherwise all would wait for a server that no worker
+        starts.
         """
         local = self.environment.get("LOCAL_RANK", "0")
         self.job_store.publish(_node_key(self.rank), f"{on_node} {local}")
@@ -289,8 +298,10 @@ def _node_key(rank: int) -> str:
 
 
 def check_supervised(job: ServiceJob, environment: Mapping[str, str]) -> None:
-    """Raise `UsageError` where a supervisor has started servers for another method than the
-    script's: it knows the one of its command line alone."""
+    """Raise `UsageError` if a supervisor's servers do not fit the script's method.
+
+    The supervisor knows only the method of its command line.
+    """
     if environment.get(SURVIVE_VARIABLE) != "1":
         return
     started = len(environment.get(ADDRESSES_VARIABLE, "").split("+"))
@@ -315,8 +326,10 @@ def describe(
     addresses: Sequence[PeerAddress],
     ends: Sequence[Endpoint],
 ) -> None:
-    """Tell each service at its end what it is, and where its peers listen. Raises `UsageError` where
-    one cannot be that."""
+    """Send each service its description, and its peers' addresses.
+
+    Raises `UsageError` if a service refuses its description.
+    """
     names = [service.name for service in services]
     at = dict(zip(names, addresses, strict=True))
     waiting = [

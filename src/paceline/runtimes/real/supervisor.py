@@ -1,34 +1,32 @@
-"""``paceline run --survive``: a job that continues when its processes die.
+"""Runs ``paceline run --survive``: a job that continues when its processes die.
 
-Theory of operation
--------------------
 The supervisor is the parent of all processes, and they all end with it, even if it is killed. They
-are one parameter server, or one for each group of workers, and the workers, which communicate through
-servers only.
+are one parameter server, or one for each group of workers, and the workers, which communicate
+through servers only.
 
 - A worker dies: its connections are lost, so the servers evict it at once. It is restarted with a
   higher incarnation, joins the servers, and pulls the present parameters.
 - A server dies: no worker can continue, as each has a connection to every server. If another server
-  has the model, the dead one is restarted and enters from there. Otherwise all servers start from the
-  snapshot. Then all workers are restarted. Without a snapshot the training begins anew.
+  has the model, the dead one is restarted and enters from there. Otherwise all servers start from
+  the snapshot. Then all workers are restarted. Without a snapshot the training begins anew.
 - A silent worker is evicted too, and learns it when it sends again. If it has not ended after
   `Timeouts.workers_end`, it is killed and restarted.
 
-Without a named file, the snapshot has a name of this job's own. It is in the folder for records or in
-a temporary folder of the job. A named file that exists at the start may belong to another job. So the
-job starts only if ``PACELINE_RESUME=1`` asks it to continue from that file. A job that ends well
-removes its own.
+*Snapshot.* Without a named file, the snapshot has a name of this job's own. It is in the folder for
+records or in a temporary folder of the job. A named file that exists at the start may belong to
+another job. So the job starts only if ``PACELINE_RESUME=1`` asks it to continue from that file. A
+job that ends well removes its own.
 
-A restarted script begins at its top. ``--steps N`` counts the job's steps, so it does the remaining
-ones; a script that counts epochs itself asks ``optimizer.first_step``. So there is one training to a
-script. After its end, servers keep the finished model until all scripts have ended well: a worker that
-dies meanwhile is restarted, finds it, and has no more steps. A failure after the start of a second
-training fails the job.
+*Steps.* A restarted script begins at its top. ``--steps N`` counts the job's steps, so it does the
+remaining ones; a script that counts epochs itself reads ``optimizer.first_step``. So a script has
+one training. After its end, servers keep the finished model until all scripts have ended well: a
+worker that dies meanwhile is restarted, finds it, and has no more steps. A failure after the start
+of a second training fails the job.
 
-An error that a restart cannot mend (`PacelineError.restart_helps`), such as an unknown method, ends
-the job.
+*Errors.* An error that a restart cannot fix (`PacelineError.restart_helps`), such as an unknown
+method, ends the job.
 
-`survive_policy` decides what follows an exit. Here processes are started, watched and ended.
+`survive_policy` decides what follows an exit. This module starts, watches and ends processes.
 """
 
 from __future__ import annotations
@@ -97,10 +95,15 @@ _LOOK_SECONDS = 1.0
 class Supervisor:
     """Runs a *job* in *workers* processes on this machine.
 
-    *snapshot*: where server 0 writes its parameters, see `SupervisedServers`; None: in a file of its own.
-    *resume*: begin with the existing snapshot (without one: from the beginning).
+    Args:
+        job: The script and its options.
+        workers: Number of workers.
+        snapshot: Server 0 writes its parameters to this file, see `SupervisedServers`; None: to a
+            file of this job's own.
+        resume: Begin with the existing snapshot (without one: from the beginning).
 
-    Raises `UsageError` for a method whose workers use collectives, and for a snapshot that exists already.
+    Raises:
+        UsageError: The method's workers use collectives, or the snapshot exists already.
     """
 
     def __init__(
@@ -122,15 +125,16 @@ class Supervisor:
         self._processes = ProcessSupervisor()
 
     def run(self) -> int:
-        """Run until all workers have ended well; returns the exit status.
+        """Run until all workers have ended well; return the exit status.
 
-        Whatever happens, no process is left. Raises `UsageError` where a server does not start, or
-        another job keeps its snapshot in this one's file.
+        No process is left in any case. Raises `UsageError` if a server does not start, or another
+        job uses this one's snapshot file.
         """
         with scratch_folder() as folder:
             records = self._job.options.records
             named = self._servers.snapshot
-            if named is None:  # use a file that no other job can name
+            # Use a file that no other job can name.
+            if named is None:
                 self._servers.keep_snapshot_in(Path(records or folder))
             with snapshots.snapshot_lock(named):
                 status = self._run(folder)
@@ -145,7 +149,7 @@ class Supervisor:
         return status
 
     def progress(self) -> WorkerProgress | None:
-        """How far the worker is that is ahead of the others, if any trains."""
+        """Return the progress of the worker that is ahead of the others; None if no worker trains."""
         found = [one for w in self._workers if (one := w.progress) is not None]
         return max(found, key=lambda one: one.step, default=None)
 
@@ -179,8 +183,8 @@ class Supervisor:
                 self._workers[evicted.worker].was_evicted(evicted.incarnation)
             for worker in self._workers:
                 worker.kill_if_evicted()
-            # All exits of one turn are judged by the same status, so that servers see what a worker's exit has
-            # changed.
+            # Judge all exits of one turn by the same status, so that the rule for servers sees the
+            # effects of a worker's exit.
             status = self._servers.status()
             for ended in exits:
                 self._worker_exited(ended, status)
@@ -261,21 +265,28 @@ class Supervisor:
         return f"it goes on from its snapshot of step {step}: {lost} steps are lost"
 
     def _stop_all(self, loss: str) -> None:
-        """No server has the model of a training that is not the script's first. Workers that train say
-        what is lost; the others may still look for a server, and are not waited for."""
+        """Fail the job, because no server has the model of a training after the script's first.
+
+        Workers that train report the loss themselves. Other workers may still look for a server,
+        and the supervisor does not wait for them.
+        """
         print(
             f"paceline: {loss} after a training was over, and there is no snapshot of the next one: "
             "only the first training of a script survives that",
             file=sys.stderr,
         )
-        self._servers.close()  # including servers that wait for the others
+        # This includes servers that wait for the others.
+        self._servers.close()
         training = [w.process for w in self._workers if w.process and w.last_step]
         wait_for_all(training, timeouts.workers_end)
         self._processes.stop()
 
 
 class SupervisedWorker:
-    """The processes of worker *rank*, one after the other. They run *command*, and note steps in *folder*."""
+    """The processes of worker *rank*, one per incarnation.
+
+    They run *command*, and write their steps to *folder*.
+    """
 
     def __init__(self, rank: int, command: Sequence[str], folder: str) -> None:
         self.rank = rank
@@ -291,7 +302,7 @@ class SupervisedWorker:
     def start(
         self, environment: Mapping[str, str], incarnation: int
     ) -> subprocess.Popen[bytes]:
-        """Begin an incarnation, with these variables and its own."""
+        """Begin an incarnation, with *environment* and its own variables."""
         self._progress_file.unlink(missing_ok=True)
         self.error_file.unlink(missing_ok=True)
         self._incarnation, self._evicted = incarnation, None
@@ -312,21 +323,21 @@ class SupervisedWorker:
 
     @property
     def last_step(self) -> int:
-        """The job's step that this incarnation has completed; 0: none."""
+        """The last step of the job that this incarnation has completed; 0: none."""
         return progress.last_step(self._progress_file)
 
     @property
     def progress(self) -> WorkerProgress | None:
-        """How far this incarnation has come, if it has begun to train."""
+        """The progress of this incarnation; None: it has not begun to train."""
         return progress.read(self._progress_file)
 
     def was_evicted(self, incarnation: int) -> None:
-        """The server has evicted this incarnation, or an earlier one."""
+        """Note that the server has evicted this incarnation, or an earlier one."""
         if self._incarnation == incarnation:
             self._evicted = time.monotonic()
 
     def kill_if_evicted(self) -> None:
-        """It has had `Timeouts.workers_end` to end by itself."""
+        """Kill it if it has not ended within `Timeouts.workers_end` of its eviction."""
         if self._evicted is None or self.process is None:
             return
         if time.monotonic() > self._evicted + timeouts.workers_end:
@@ -335,15 +346,15 @@ class SupervisedWorker:
 
 @dataclass
 class SupervisedServer:
-    """The processes of server *number*, one after the other.
+    """The processes of server *number*, one per incarnation.
 
     Attributes:
         process: The current incarnation's.
         incarnation: Its number, from 0; -1: none has begun.
         exit_status: Its exit status, if `SupervisedServers.look` has found one.
-        has_model: Whether it has all that is trained. It does not before it has taken that over from the
-            others, nor after it has gone because its group has no workers.
-        training_over: All workers have said goodbye to it.
+        has_model: Whether it has the whole model. It does not have it before it has taken it over
+            from other servers, nor after it has left because its group has no workers.
+        training_over: Whether all workers have said goodbye to it.
     """
 
     number: int
@@ -359,7 +370,7 @@ class SupervisedServer:
 
     @property
     def port(self) -> int:
-        """Where it listens; 0: not yet known."""
+        """The port at which it listens; 0: not yet known."""
         return 0 if self.process is None else self.process.port
 
     def close(self) -> None:
@@ -369,17 +380,17 @@ class SupervisedServer:
 
 
 class SupervisedServers:
-    """The servers of a job with so many *workers*: one that is alone, or *groups* group servers.
+    """The servers of a job with *workers* workers: a single one, or *groups* group servers.
 
-    Group servers hold the whole model each. One that dies is started again where it listened, and
-    *enters*: it takes over what the others hold, which connect to it again by themselves. Where none
-    is left that holds anything, all are started again: server 0 from its snapshot, and the others
-    enter from there. So it is always known who holds what, and no two servers that hold nothing wait
-    for each other.
+    Each group server holds the whole model. One that dies is restarted at its address, and
+    *enters*: it takes over the model from the others, which reconnect to it by themselves. If no
+    server is left that holds the model, all are restarted: server 0 from its snapshot, and the
+    others enter from there. So the supervisor always knows which servers hold the model, and no two
+    servers without it wait for each other.
 
-    *snapshot*: where server 0 keeps what it holds, as often as `SNAPSHOT_VARIABLE` says.
+    *snapshot* is server 0's file, which it writes as often as `SNAPSHOT_VARIABLE` says.
 
-    Raises `UsageError` for a snapshot that is there already, unless it *resumes*.
+    Raises `UsageError` for a snapshot that exists already, unless it *resumes*.
     """
 
     def __init__(
@@ -397,16 +408,21 @@ class SupervisedServers:
     # ---- processes ----
 
     def start(self, without: Sequence[int] = ()) -> int:
-        """Start all anew, from the snapshot if there is one, *without* workers that are done.
-        Returns the step that they go on with. Raises `UsageError` where one does not start."""
+        """Start all servers anew, from the snapshot if there is one.
+
+        *without* are workers that are done. Returns the step from which they continue. Raises
+        `UsageError` if one does not start.
+        """
         for server in self.each:
             server.close()
             server.has_model = server.number == 0 or not self.has_snapshot
         return self._start(self.each, without)
 
     def restart_lost(self, without: Sequence[int]) -> None:
-        """Start those that ended badly; they enter from the others. Raises `UsageError` where one does
-        not start."""
+        """Restart the failed servers, which enter from the others.
+
+        Raises `UsageError` if one does not start.
+        """
         lost = self._lost
         for server in lost:
             server.close()
@@ -414,7 +430,7 @@ class SupervisedServers:
         self._start(lost, without)
 
     def close(self) -> None:
-        """End all, and leave nothing half written."""
+        """End all servers, and remove a snapshot that is half written."""
         for server in self.each:
             server.close()
         if self.snapshot is not None:
@@ -423,7 +439,7 @@ class SupervisedServers:
     def _start(
         self, servers: Sequence[SupervisedServer], without: Sequence[int]
     ) -> int:
-        """Side by side; returns the step that they go on with."""
+        """Start these servers in parallel; return the step from which they continue."""
         started = []
         for server in servers:
             process = server.process = self._process_of(server, without)
@@ -475,7 +491,7 @@ class SupervisedServers:
 
     @property
     def _processes(self) -> Iterator[ServerProcess]:
-        """Of all that were started."""
+        """The processes of all servers that were started."""
         return (s.process for s in self.each if s.process is not None)
 
     # ---- messages to and from servers ----
@@ -486,12 +502,12 @@ class SupervisedServers:
         return "+".join(f"{_HOST}:{server.port}" for server in self.each)
 
     def say_done(self, worker: int) -> None:
-        """A worker's script has ended well, and is not started again."""
+        """Report that a worker's script has ended well, and is not restarted."""
         for process in self._processes:
             process.tell(WorkerFinished(worker=worker))
 
     def descriptors(self) -> list[int]:
-        """Descriptors of which one is readable when a server has news, or has ended since `look`."""
+        """Return descriptors; one is readable if a server has sent messages, or ended since `look`."""
         return [
             server.process.news_descriptor
             for server in self.each
@@ -499,15 +515,16 @@ class SupervisedServers:
         ]
 
     def look(self) -> list[WorkerEvicted]:
-        """Find out which servers have ended, and read their news.
+        """Find the servers that have ended, and read the messages of all.
 
         Returns:
-            Incarnations of workers that one of them has taken for lost. Now the others do so, too.
+            Incarnations of workers that a server has evicted. This method has reported them to the
+            other servers.
         """
         found = []
         for server in self.each:
             assert server.process is not None
-            # Before its news are read: then all news of an ended server are read.
+            # Check this before reading: then all messages of an ended server are read.
             server.exit_status = server.process.process.poll()
             for news in server.process.news():
                 if isinstance(news, HoldsModel):
@@ -524,7 +541,7 @@ class SupervisedServers:
         return found
 
     def status(self) -> ServersStatus:
-        """What `look` has found."""
+        """Return the servers' status, as `look` has found it."""
         has_ended = [server.exit_status is not None for server in self.each]
         return ServersStatus(
             loss=self._loss(),
@@ -537,11 +554,11 @@ class SupervisedServers:
 
     @property
     def _lost(self) -> list[SupervisedServer]:
-        """Those that have ended badly."""
+        """The servers that have failed."""
         return [server for server in self.each if server.exit_status]
 
     def _loss(self) -> str:
-        """How those have ended, with their names where there are several; empty: none has."""
+        """Return how servers have failed, with their names if there are several; empty: none has."""
         alone = len(self.each) == 1
         return " and ".join(
             f"{'the parameter server' if alone else server.name} "
@@ -552,24 +569,27 @@ class SupervisedServers:
     # ---- the snapshot ----
 
     def keep_snapshot_in(self, folder: Path) -> None:
-        """In a file that no other job has. Raises `UsageError` where there can be none."""
+        """Store snapshots in a file that no other job has.
+
+        Raises `UsageError` if it cannot be written.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         name = f"server-{secrets.token_hex(8)}.snapshot"
         self.snapshot = _checked(folder / name, resumes=False)
 
     @property
     def has_snapshot(self) -> bool:
-        """Whether there is one to go on from."""
+        """Whether there is a snapshot to continue from."""
         return self.snapshot is not None and self.snapshot.exists()
 
     def remove_snapshot(self) -> None:
-        """Remove the snapshot: the training is over."""
+        """Remove the snapshot, after the training."""
         if self.snapshot is not None:
             self.snapshot.unlink(missing_ok=True)
 
 
 def _checked(snapshot: Path, resumes: bool) -> Path:
-    """Raise `UsageError` unless a server can keep its snapshot there."""
+    """Raise `UsageError` unless a server can store its snapshot in that file."""
     snapshot = checked(snapshot)
     if snapshot.exists() and not resumes:
         raise UsageError(
@@ -580,8 +600,10 @@ def _checked(snapshot: Path, resumes: bool) -> Path:
 
 
 def _groups(options: RunOptions, workers: int) -> int:
-    """How many group servers a method has, 0 where one server is alone. Raises `UsageError` for
-    a method under which no job survives."""
+    """Return the number of group servers of a method; 0: a single server.
+
+    Raises `UsageError` for a method under which no job survives.
+    """
     if options.method is None:
         return 0  # The script names the method; one with groups is refused there.
     text = spec.parse(options.method)

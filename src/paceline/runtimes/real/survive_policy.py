@@ -1,7 +1,7 @@
-"""Decisions of a job that survives deaths: what follows the end of a process.
+"""Decides how a job that survives deaths continues after the end of a process.
 
-Pure functions, without processes, files or clocks. `supervisor` reports what has ended, and acts on
-the decisions.
+Pure functions, without processes, files or clocks. `supervisor` reports exits, and acts on the
+decisions.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from paceline.errors import UsageError
 from paceline.runtimes.processes import WorkerExit, how_it_ended
 
 MAX_RESTARTS = 100
-"""Restarts of one worker: a script that cannot run must not be restarted for ever."""
+"""The most restarts of one worker: a script that cannot run must not be restarted forever."""
 MAX_RESTARTS_WITHOUT_PROGRESS = 3
-"""Deaths in a row of one worker, or of the servers, without a completed step. The last one ends the job."""
+"""Deaths in a row of one worker, or of the servers, without a completed step. The last one ends the
+job."""
 WRONG_USE = 2
 """The exit status of a command with unknown arguments."""
 
 
 class WorkerAction(enum.Enum):
-    """What follows the exit of a worker."""
+    """The reaction to the exit of a worker."""
 
     IGNORE = enum.auto()
     """Do nothing: its script is done, or a lost server is the cause."""
@@ -31,7 +32,10 @@ class WorkerAction(enum.Enum):
 
 
 class ServersAction(enum.Enum):
-    """What follows the exits of servers. After a restart all workers that are not done are started again."""
+    """The reaction to exits of servers.
+
+    After a restart, all workers that are not done are restarted.
+    """
 
     IGNORE = enum.auto()
     RESTART_LOST = enum.auto()
@@ -48,15 +52,15 @@ class ServersAction(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServersStatus:
-    """The servers of a job, at one moment.
+    """The servers of a job, at one instant.
 
     Attributes:
-        loss: Which servers ended badly, and how, as a sentence's beginning; empty: none.
-        some_ended: One has ended, well or badly.
-        all_ended: So have all.
-        training_over: All workers have said goodbye to one of them.
-        model_held: One that has not ended has all that is trained.
-        has_snapshot: There is a snapshot to go on from.
+        loss: Which servers have failed, and how, as the beginning of a sentence; empty: none.
+        some_ended: Whether a server has ended, well or not.
+        all_ended: Whether all servers have ended.
+        training_over: Whether all workers have said goodbye to one of them.
+        model_held: Whether a running server has the whole model.
+        has_snapshot: Whether there is a snapshot to continue from.
     """
 
     loss: str = ""
@@ -69,12 +73,12 @@ class ServersStatus:
 
 @dataclass
 class WorkerRecord:
-    """What is known of one worker, over all its incarnations.
+    """The history of one worker, over all its incarnations.
 
     Attributes:
         incarnation: The number of its current one, from 0.
-        done: Its script has ended well.
-        last_step: The job's step that its earlier incarnations have reached.
+        done: Whether its script has ended well.
+        last_step: The last step of the job that its earlier incarnations have completed.
         restarts: Its deaths.
         restarts_without_progress: Its deaths in a row without a completed step.
     """
@@ -87,9 +91,9 @@ class WorkerRecord:
 
 
 class SurvivePolicy:
-    """Decides what a job of so many *workers* does after an exit.
+    """Decides how a job of *workers* workers continues after an exit.
 
-    A *step* is the job's last one that a worker's current incarnation has completed; 0: none.
+    A *step* is the last step of the job that a worker's current incarnation has completed; 0: none.
     """
 
     def __init__(self, workers: int) -> None:
@@ -106,12 +110,12 @@ class SurvivePolicy:
 
     @property
     def unfinished(self) -> list[int]:
-        """The other ranks."""
+        """The ranks whose scripts have not ended well."""
         return [rank for rank, worker in enumerate(self.workers) if not worker.done]
 
     @property
     def last_step(self) -> int:
-        """The step of the worker that was ahead of the others when a server was lost."""
+        """The step of the foremost worker when a server was lost."""
         return max(worker.last_step for worker in self.workers)
 
     def worker_exited(
@@ -120,7 +124,7 @@ class SurvivePolicy:
         """Decide what follows a worker's exit.
 
         Raises:
-            UsageError: The job cannot go on, or another incarnation would end like this one.
+            UsageError: The job cannot continue, or another incarnation would fail in the same way.
         """
         worker = self.workers[ended.rank]
         if ended.status == 0:
@@ -161,7 +165,9 @@ class SurvivePolicy:
     def servers_exited(
         self, servers: ServersStatus, steps: Sequence[int]
     ) -> ServersAction:
-        """Decide what follows the exits of servers, if any has ended. *steps*: of each worker.
+        """Decide what follows the exits of servers, if any has ended.
+
+        *steps* has the last step of each worker.
 
         Raises:
             UsageError: Servers are lost again and again, and no worker completes a step.
@@ -198,7 +204,7 @@ class SurvivePolicy:
         return ServersAction.RESTART_ALL
 
     def went_back(self, step: int) -> int:
-        """All servers go on from *step*. Returns how many steps are lost."""
+        """Note that all servers continue from *step*. Returns the number of lost steps."""
         lost = max(0, self.last_step - step)
         for worker in self.workers:
             worker.last_step = min(worker.last_step, step)
