@@ -1,15 +1,15 @@
 """The simulated runtime: real tensors and gradients, virtual time and network.
 
-- `clock`: the virtual clock, and what runs on it; start here.
+- `clock`: the virtual clock, its worker threads and events; start here.
 - `simulation`: runs a body once per worker, or once per representative; the workers' runtime.
-- `launch`: a script as that body; its result.
-- `isolation`: what belongs to a process in a real run belongs to a worker.
+- `launch`: runs a script as that body, and collects its result.
+- `isolation`: gives each worker the state that a real process has for itself.
 - `worker_group`: one worker's end of a group, and its operations.
 - `collective_group`: the group: queues, collectives over links, messages.
 - `process_group`: a torch.distributed backend, for scripts that call it themselves.
 - `services`: parameter servers and other services.
 - `compute`: compute time, charged by a workload.
-- `profile_cache`: that workload, measured before and cached.
+- `profile_cache`: measures that workload before a simulation, and caches it.
 - `checkpoints`, `checkpoint_overlay`: checkpoints in a folder of their own.
 """
 

@@ -1,13 +1,13 @@
-"""A simulation's checkpoints over the real ones: files are redirected, never moved.
+"""Overlays a simulation's checkpoints on the real ones: redirects files, and never moves them.
 
-A table maps paths to files and folders. Checkpoints that the simulation writes are in the simulation's own
-folder; removed ones are hidden; renamed ones have an entry at their new path. A path without an entry is
-the one on disk, so a script reads real checkpoints until it replaces them. An entry of a folder holds for
-all paths below it without an entry of their own. So no real checkpoint is ever moved, changed or removed,
-whenever the process dies.
+A table maps paths to files and folders. Checkpoints that the simulation writes are in the
+simulation's own folder; removed ones are hidden; renamed ones have an entry at their new path. A
+path without an entry is the one on disk, so a script reads real checkpoints until it replaces them.
+An entry of a folder holds for all paths below it without an entry of their own. So no real
+checkpoint is ever moved, changed or removed, whenever the process dies.
 
-The folder of a running simulation is locked (flock(2)). The kernel releases the lock when the process
-ends, however that happens, and the next simulation removes the folder.
+The folder of a running simulation is locked (flock(2)). The kernel releases the lock when the
+process ends, in any way, and the next simulation removes the folder.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ _RUNNING = ".running-"
 
 @dataclass(frozen=True)
 class _Entry:
-    """Where a path's file or folder is; None: the simulation has removed it. *link*: the
-    target of a symbolic link that the simulation has made."""
+    """The place of a path's file or folder; None: the simulation has removed it.
+
+    *link* is the target of a symbolic link that the simulation has made.
+    """
 
     place: str | None
     link: str = ""
@@ -48,10 +50,10 @@ _HIDDEN = _Entry(None)
 
 
 class Overlay:
-    """The checkpoints of one simulation. *folder* takes them when it ends.
+    """The checkpoints of one simulation, which moves them to *folder* when it ends.
 
-    Methods take absolute paths and return where the file is, or None where the path is not
-    redirected. They raise what the operating system would raise.
+    Methods take absolute paths and return the file's place, or None if the path is not redirected.
+    They raise the operating system's errors.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -65,7 +67,8 @@ class Overlay:
         self.lock = threading.RLock()
         self._exempt = [self._folder, os.path.realpath(tempfile.gettempdir())]
         if _is_below(os.path.realpath(os.curdir), self._exempt[1]):
-            del self._exempt[1]  # the script works in the temporary folder
+            # The script works in the temporary folder.
+            del self._exempt[1]
         if os.path.isdir(self._folder):
             with _locked(self._folder):
                 _remove_dead(self._folder)
@@ -73,29 +76,29 @@ class Overlay:
     # ---- lookup of paths ----
 
     def redirects(self, path: str) -> bool:
-        """Whether *path* is a checkpoint, or below a folder with an entry."""
+        """Return whether *path* is a checkpoint, or below a folder with an entry."""
         if self._entry(path) is not None:
             return True
         return is_checkpoint(path) and not self.is_exempt(path)
 
     def guards(self, path: str) -> bool:
-        """Whether the checkpoint *path* on disk must not be changed."""
+        """Return whether the checkpoint *path* on disk must not be changed."""
         real = os.path.realpath(path)
         return is_checkpoint(real) and not self.is_exempt(real)
 
     def touches(self, path: str) -> bool:
-        """Whether the folder *path* has checkpoints, or entries in it or above it."""
+        """Return whether the folder *path* has checkpoints, or entries in it or above it."""
         real = self.canonical(path, follow=False)
         if self._entry(real) is not None or self._below(real):
             return True
         return not self.is_exempt(real) and _holds(real)
 
     def is_exempt(self, path: str) -> bool:
-        """Whether *path* is in the simulation's folder, or temporary."""
+        """Return whether *path* is in the simulation's folder, or temporary."""
         return any(_is_below(path, place) for place in self._exempt)
 
     def canonical(self, path: str, *, follow: bool = True) -> str:
-        """*path* without symbolic links; its last one stays unless they are to *follow*."""
+        """Return *path* without symbolic links; *follow*: the last one, too."""
         for _ in range(_MOST_LINKS):
             folder, name = os.path.split(os.path.abspath(path))
             real = os.path.join(os.path.realpath(folder), name)
@@ -110,12 +113,12 @@ class Overlay:
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
     def _first_link(self, path: str) -> str | None:
-        """The shortest prefix of *path* that is a link of the simulation's."""
+        """Return the shortest prefix of *path* that is a link of the simulation."""
         links = (p for p in self._prefixes(path) if self._table[p].link)
         return min(links, key=len, default=None)
 
     def _prefixes(self, path: str) -> Iterator[str]:
-        """The prefixes of *path* that have an entry, longest first."""
+        """Return the prefixes of *path* that have an entry, longest first."""
         while self._table:
             if path in self._table:
                 yield path
@@ -129,7 +132,7 @@ class Overlay:
         return None if prefix is None else (prefix, self._table[prefix])
 
     def _place(self, path: str) -> str | None:
-        """Where a canonical path is on disk; None if it is hidden."""
+        """Return the place of a canonical path on disk; None if it is hidden."""
         found = self._entry(path)
         if found is None:
             return path
@@ -137,18 +140,18 @@ class Overlay:
         return None if entry.place is None else entry.place + path[len(prefix) :]
 
     def _visible(self, path: str) -> str | None:
-        """Where a canonical path is, if the simulation sees something there."""
+        """Return the place of a canonical path; None if the simulation sees nothing there."""
         place = self._place(path)
         return place if place is not None and os.path.lexists(place) else None
 
     def _children(self, folder: str) -> dict[str, str]:
-        """The names with an entry directly in a canonical *folder*, and their paths."""
+        """Return the names with an entry directly in a canonical *folder*, and their paths."""
         return {
             os.path.basename(p): p for p in self._table if os.path.dirname(p) == folder
         }
 
     def _below(self, path: str) -> list[str]:
-        """Paths with entries below *path*."""
+        """Return paths with entries below *path*."""
         return [p for p in self._table if p != path and _is_below(p, path)]
 
     def _is_own(self, place: str) -> bool:
@@ -157,7 +160,7 @@ class Overlay:
     # ---- reading ----
 
     def reads(self, path: str, *, follow: bool = True) -> str | None:
-        """Where to read *path*."""
+        """Return the place to read *path* from."""
         if not self._table:
             return None
         real = self.canonical(path, follow=follow)
@@ -169,7 +172,7 @@ class Overlay:
         return place
 
     def lists(self, path: str) -> list[str] | None:
-        """The names in the folder *path*."""
+        """Return the names in the folder *path*."""
         if not self._table:
             return None
         real = self.canonical(path)
@@ -186,7 +189,10 @@ class Overlay:
     # ---- writing ----
 
     def writes(self, path: str, flags: int, *, always: bool = False) -> str | None:
-        """Where to write *path*, opened with *flags*. *always*: whatever its name is."""
+        """Return the place to write *path* to, opened with *flags*.
+
+        *always*: whatever its name is.
+        """
         real = self.canonical(path)
         if not self.redirects(real) and (not always or self.is_exempt(real)):
             if flags & os.O_CREAT and not os.path.exists(real):
@@ -203,7 +209,8 @@ class Overlay:
             return place
         if there is not None:
             if os.path.isdir(there):
-                return there  # opening it will fail
+                # Opening it will fail.
+                return there
             if not os.access(there, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
         mine = self._new_place(real)
@@ -235,7 +242,8 @@ class Overlay:
         if place is None:
             if self._place(old) is None:
                 raise _missing(source)
-            return False  # the original will fail
+            # The original function will fail.
+            return False
         if os.path.isdir(place) and not os.path.islink(place):
             return self._renames_folder(old, new, place)
         if not self.redirects(old) and not self.redirects(new):
@@ -256,8 +264,10 @@ class Overlay:
         return True
 
     def _take(self, old: str, place: str, new: str, *, owned: bool) -> _Entry:
-        """The entry of *old*, which is at *place*, for its new path. What the simulation owns
-        is moved, unless it has an entry of its own."""
+        """Return the entry of *old*, which is at *place*, for its new path.
+
+        A file that the simulation owns is moved, unless it has an entry of its own.
+        """
         if old in self._table:
             return self._table[old]
         if self._is_own(place) or (place == old and owned):
@@ -281,7 +291,7 @@ class Overlay:
         self._check_parent(new, new)
         if old == new:
             return True
-        # Everything in a folder that the simulation made is its own.
+        # All files in a folder that the simulation made are its own.
         entry = self._take(old, place, new, owned=old in self._made_folders)
         self._forget(new)
         for path in self._below(old):
@@ -291,7 +301,7 @@ class Overlay:
         return True
 
     def copies(self, source: str, target: str) -> bool:
-        """Make a hard link *target*: here a copy. False if neither is redirected."""
+        """Copy *source* to *target* in place of a hard link; False if neither is redirected."""
         old = self.canonical(source, follow=False)
         new = self.canonical(target, follow=False)
         if not self.redirects(old) and not self.redirects(new):
@@ -315,7 +325,7 @@ class Overlay:
         return True
 
     def makes_folder(self, path: str) -> str | None:
-        """Where to make the folder *path*, if not there."""
+        """Return the place to make the folder *path* at, unless it exists."""
         real = self.canonical(path, follow=False)
         if self._entry(real) is None:
             if not os.path.lexists(real):
@@ -326,7 +336,7 @@ class Overlay:
         return mine
 
     def removes_folder(self, path: str) -> bool:
-        """Remove the empty folder *path*; False if the operating system is to do it."""
+        """Remove the empty folder *path*; False if the operating system must do it."""
         real = self.canonical(path, follow=False)
         place = self._visible(real)
         if self._entry(real) is None and not self._below(real):
@@ -352,14 +362,14 @@ class Overlay:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path)
 
     def _is_new(self, real: str, path: str) -> str:
-        """Where to make what is not there yet."""
+        """Return a place for a path that must not exist yet."""
         if self._visible(real) is not None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
         self._check_parent(real, path)
         return self._new_place(real)
 
     def _forget(self, path: str) -> None:
-        """Nothing is seen at *path* any more, nor below it."""
+        """Hide *path*, and all paths below it."""
         for below in self._below(path):
             _delete(self._own_place(below))
             del self._table[below]
@@ -375,12 +385,12 @@ class Overlay:
                 self._table[path] = _HIDDEN
 
     def _own_place(self, path: str) -> str | None:
-        """Where the simulation's own file or folder at *path* is, if there is one."""
+        """Return the place of the simulation's own file or folder at *path*, if there is one."""
         place = self._place(path)
         return place if place is not None and self._is_own(place) else None
 
     def _new_place(self, path: str) -> str:
-        """A path in the simulation's folder, with the last name of *path*."""
+        """Return a path in the simulation's folder, with the last name of *path*."""
         self._begin()
         folder = os.path.join(self._own, str(self._number))
         self._number += 1
@@ -405,8 +415,7 @@ class Overlay:
     # ---- end of the simulation ----
 
     def end(self) -> list[Path]:
-        """Put the simulation's checkpoints into the folder under their names; returns
-        where they are."""
+        """Move the simulation's checkpoints into the folder under their names; return their paths."""
         made: list[Path] = []
         for path, entry in self._table.items():
             if entry.place is None or not self._is_own(entry.place):
@@ -420,7 +429,8 @@ class Overlay:
                 made.append(Path(to))
         for folder in reversed(self._made_folders):
             with suppress(OSError):
-                os.rmdir(folder)  # succeeds if it held only checkpoints
+                # This succeeds if it held only checkpoints.
+                os.rmdir(folder)
         if self._own:
             shutil.rmtree(self._own)
             os.close(self._lock_file)
@@ -428,7 +438,7 @@ class Overlay:
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether the file's name says that it is a checkpoint."""
+    """Return whether a file with this name is a checkpoint."""
     return path.lower().removesuffix(".tmp").endswith(SUFFIXES)
 
 
@@ -445,12 +455,12 @@ def _is_empty(folder: str) -> bool:
 
 
 def _holds(folder: str) -> bool:
-    """Whether checkpoints are in *folder*."""
+    """Return whether checkpoints are in *folder*."""
     return any(is_checkpoint(n) for _, _, names in os.walk(folder) for n in names)
 
 
 def _files(place: str) -> list[tuple[str, str]]:
-    """The files at *place*, each with its path below that."""
+    """Yield the files at *place*, each with its path below it."""
     if os.path.islink(place) or not os.path.isdir(place):
         return [(place, "")] if os.path.lexists(place) else []
     found = [
@@ -469,7 +479,7 @@ def _delete(place: str | None) -> None:
 
 
 def _make_way(folder: str, root: str) -> None:
-    """Make *folder* below *root*; a file of an earlier simulation may be in the way."""
+    """Make *folder* below *root*, and remove a file of an earlier simulation that has its name."""
     place = folder
     while place != root and not os.path.isdir(place):
         if os.path.lexists(place):
@@ -484,8 +494,10 @@ def _relative(path: str) -> str:
 
 
 def _lock(folder: str, how: int) -> int:
-    """The descriptor that holds the lock. Some network file systems lock no folders: a simulation's folder there
-    stays until the user removes it.
+    """Lock a folder; return the descriptor that holds the lock.
+
+    Some network file systems lock no folders: a simulation's folder there stays until the user
+    removes it.
     """
     descriptor = os.open(folder, os.O_RDONLY)
     with suppress(OSError):
@@ -495,7 +507,7 @@ def _lock(folder: str, how: int) -> int:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """No other simulation begins or looks for dead ones meanwhile."""
+    """Block other simulations that begin or remove dead ones meanwhile."""
     descriptor = _lock(folder, fcntl.LOCK_EX)
     try:
         yield
@@ -504,7 +516,7 @@ def _locked(folder: str) -> Iterator[None]:
 
 
 def _remove_dead(folder: str) -> None:
-    """Remove what simulations have left that did not end by themselves."""
+    """Remove the folders of simulations that were killed."""
     for name in os.listdir(folder):
         place = os.path.join(folder, name)
         if not name.startswith(_RUNNING) or os.path.islink(place):
@@ -514,6 +526,7 @@ def _remove_dead(folder: str) -> None:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(place)
         except OSError:
-            pass  # its simulation is running
+            # Its simulation is running.
+            pass
         finally:
             os.close(descriptor)

@@ -1,11 +1,12 @@
 """Redirects a simulation's checkpoints to a folder of its own.
 
-A checkpoint is a file of `torch.save`, or one whose name ends as one (`overlay.SUFFIXES`). While a script
-runs, the functions of Python, torch and safetensors that open, list, rename and remove files use the
-simulation's `Overlay`.
+A checkpoint is a file of `torch.save`, or one whose name ends as one (`overlay.SUFFIXES`). While a
+script runs, the functions of Python, torch and safetensors that open, list, rename and remove files
+use the simulation's `Overlay`.
 
-Patches never cover all functions. Python's audit events report the others: a change of a checkpoint that
-was not redirected is refused before it happens. Only libraries that write files past Python are not seen.
+Patches never cover all functions. Python's audit events report the others: a change of a checkpoint
+that was not redirected is refused before it happens. Only libraries that write files without Python
+are not detected.
 """
 
 from __future__ import annotations
@@ -38,8 +39,10 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
 
 @contextmanager
 def redirect_checkpoints(folder: Path) -> Iterator[list[Path]]:
-    """Within it scripts' checkpoints are a simulation's. The list that it yields holds in
-    the end where these are, in *folder*."""
+    """Redirect scripts' checkpoints in this block to *folder*.
+
+    Yields a list that has the checkpoints' paths after the block.
+    """
     global _current
     made: list[Path] = []
     with _direct():
@@ -61,7 +64,7 @@ _thread = threading.local()
 
 @contextmanager
 def _direct() -> Iterator[None]:
-    """Within it the calling thread's paths are what they are on disk."""
+    """Give the calling thread the real paths in this block."""
     before = getattr(_thread, "direct", False)
     _thread.direct = True
     try:
@@ -71,7 +74,7 @@ def _direct() -> Iterator[None]:
 
 
 def _ask(question: Callable[[Overlay], Any]) -> Any:
-    """The answer of the simulation that runs; None without one."""
+    """Return the running simulation's answer; None without a simulation."""
     overlay = _current
     if overlay is None or getattr(_thread, "direct", False):
         return None
@@ -84,7 +87,7 @@ def _is_path(path: Any) -> bool:
 
 
 def _full(path: Any, folder: int | None = None) -> str:
-    """The path as text. *folder*: the descriptor that it is relative to."""
+    """Return the path as text. *folder*: the descriptor that it is relative to."""
     text = os.fsdecode(path)
     if folder is None or folder < 0:
         return text
@@ -104,7 +107,7 @@ _Choice = Callable[[Overlay, str, tuple[Any, ...], dict[str, Any]], str | None]
 def _in_order(
     names: tuple[str, ...], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """The *arguments*, with those that were passed by one of *names*."""
+    """Return *arguments* with those that were passed by one of *names*."""
     for name in names[len(arguments) :]:
         if name not in keywords:
             break
@@ -113,8 +116,10 @@ def _in_order(
 
 
 def _elsewhere(choose: _Choice, names: tuple[str, ...] = ("path",)) -> _Replacement:
-    """A function that goes where *choose* says. *names*: of its first arguments; the path is
-    the one called path, file, filename or f."""
+    """Make a function use the path that *choose* returns.
+
+    *names* are those of its first arguments; the path is the one called path, file, filename or f.
+    """
     at = next(n for n, name in enumerate(names) if name in _PATHS)
 
     def replacement(original: Any) -> Any:
@@ -147,7 +152,7 @@ _PATHS = {"path", "file", "filename", "f"}
 def _done(
     act: Callable[[Overlay, tuple[Any, ...], dict[str, Any]], Any], *names: str
 ) -> _Replacement:
-    """A function that the overlay does; where *act* returns False or None, the original."""
+    """Replace a function by *act*; if that returns False or None, call the original."""
 
     def replacement(original: Any) -> Any:
         @functools.wraps(original)
@@ -190,7 +195,7 @@ def _access(original: Any) -> Any:
 def _change(
     overlay: Overlay, path: str, _: tuple[Any, ...], __: dict[str, Any]
 ) -> str | None:
-    """A file's times, mode or length are changed."""
+    """Redirect a change of a file's times, mode or length."""
     return overlay.writes(path, os.O_RDWR)
 
 
@@ -205,7 +210,8 @@ def _open_by_mode(
     overlay: Overlay, path: str, arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> str | None:
     if keywords.get("opener") is not None:
-        return None  # the opener calls os.open
+        # The opener calls os.open.
+        return None
     mode = arguments[1] if len(arguments) > 1 else "r"
     if not isinstance(mode, str) or not set(mode) & set("wax+"):
         return overlay.reads(path)
@@ -274,7 +280,7 @@ def _scan(overlay: Overlay, paths: tuple[Any, ...], _: dict[str, Any]) -> Any:
 
 
 class _Scan:
-    """What `os.scandir` returns, of a folder that the overlay lists."""
+    """The result of `os.scandir` for a folder that the overlay lists."""
 
     def __init__(self, folder: Any, names: list[Any]) -> None:
         self._entries = iter([_Found(folder, name) for name in names])
@@ -292,11 +298,11 @@ class _Scan:
         self.close()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing, since nothing is open."""
 
 
 class _Found:
-    """As `os.DirEntry`, whose methods ask the overlay."""
+    """An `os.DirEntry` whose methods ask the overlay."""
 
     def __init__(self, folder: Any, name: Any) -> None:
         self.name = name
@@ -326,7 +332,7 @@ class _Found:
         return self._is(stat.S_ISLNK, False)
 
     def is_junction(self) -> bool:
-        """Whether it is what only Windows has."""
+        """Return False: only Windows has junctions."""
         return False
 
     def _is(self, kind: Callable[[int], bool], follow: bool) -> bool:
@@ -337,7 +343,7 @@ class _Found:
 
 
 def _remove_tree(original: Any) -> Any:
-    """`shutil.rmtree` works with descriptors of folders, which have no path here."""
+    """Replace `shutil.rmtree`, which works with descriptors of folders without a path."""
 
     @functools.wraps(original)
     def rmtree(path: Any, *arguments: Any, **keywords: Any) -> None:
@@ -436,7 +442,7 @@ _EVENTS = frozenset({"open", "os.rename", "os.remove", "os.truncate"})
 
 
 def _listen() -> None:
-    """A hook cannot be taken away again: without a simulation it does nothing."""
+    """Add the audit hook, which Python cannot remove: without a simulation it does nothing."""
     global _listening
     if not _listening:
         sys.addaudithook(_heard)

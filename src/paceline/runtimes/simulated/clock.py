@@ -1,24 +1,22 @@
 """The virtual clock: a heap of events, and worker threads that take turns.
 
-Beside it: continuations of results (`EventRunner`), a cluster's rules (`RuleSchedule`), and the
-`Watchdog`.
+The module also has continuations of results (`EventRunner`), a cluster's rules (`RuleSchedule`),
+and the `Watchdog`.
 
-Theory of operation
--------------------
-Exactly one worker thread runs at any moment: the one that has the turn. A worker that must wait runs the
-event loop itself until some worker can continue, hands that one the turn, and sleeps. There is no
-scheduler thread, so one hand-over costs one switch.
+*Turns.* Exactly one worker thread runs at any moment: the one that has the turn. A worker that must
+wait runs the event loop itself until some worker can continue, gives that one the turn, and sleeps.
+There is no scheduler thread, so one hand-over costs one switch.
 
-*Local time.* `VirtualClock.now` is the instant of the last event. Computing costs a worker no switch: it
-only moves the worker's own `Worker.time` ahead. The worker's next action (a collective, a send) is an
-event at that later instant. Events are handled in the order of their instants, ties in the order in
-which they were scheduled. So no action of a worker reaches another one too early, and two runs are equal
-bit for bit.
+*Local time.* `VirtualClock.now` is the instant of the last event. Computing costs a worker no
+switch: it only moves the worker's own `Worker.time` ahead. The worker's next action (a collective,
+a send) is an event at that later instant. Events are handled in the order of their instants, ties
+in the order in which they were scheduled. So no action of a worker reaches another one too early,
+and two runs are equal bit for bit.
 
-*The end.* If no event is left and no worker can run, that is a deadlock: every worker gets an error with
-all waits and their reasons. When one worker's script raises, all others are woken with `Abandoned` where
-they wait. A worker that waits outside of the clock would wait for ever; the `Watchdog` sees it, on a
-clock of real time.
+*The end.* If no event is left and no worker can run, that is a deadlock: every worker gets an error
+with all waits and their reasons. When one worker's script raises, all others are woken with
+`Abandoned` where they wait. A worker that waits outside of the clock would wait forever; the
+`Watchdog` detects it, on a clock of real time.
 """
 
 from __future__ import annotations
@@ -54,14 +52,16 @@ QUESTION = "Do all workers reach the same collectives, in the same order?"
 
 
 class Abandoned(BaseException):
-    """Ends a worker's thread because the job is over; not an `Exception`, so that a
-    script's own error handling does not swallow it and go on."""
+    """Ends a worker's thread because the job is over.
+
+    It is no `Exception`, so a script's own error handling does not swallow it and continue.
+    """
 
 
 class Completion:
-    """Something that happens once, at a virtual instant; workers wait for it.
+    """An event that happens once, at a virtual instant; workers wait for it.
 
-    *describe* says what it is, for errors: called only when one is raised.
+    *describe* returns its description, and is called only for an error.
     """
 
     __slots__ = ("actions", "describe", "time", "waiters")
@@ -83,15 +83,18 @@ class Worker:
         self.time = 0.0
         self.waits_for: Completion | None = None
         self.finished = False
-        self.fault = ""  # error that its script caught; others may wait for this worker
+        # Error that its script caught; other workers may wait for this one.
+        self.fault = ""
         self.turn = threading.Lock()
         self.turn.acquire()
         self.thread: threading.Thread | None = None
 
 
 class EventContext(Worker):
-    """Who acts for a worker while an event runs, at that event's instant: the worker itself
-    may have computed on from there."""
+    """Represents a worker while an event runs, at that event's instant.
+
+    The worker itself may have computed beyond that instant.
+    """
 
     __slots__ = ()
 
@@ -99,9 +102,9 @@ class EventContext(Worker):
 class VirtualClock:
     """Virtual time for *size* workers, or for those of these *ranks*.
 
-    *on_turn* is called on a worker's own thread each time it has the turn again: the place
-    where process-wide state becomes that worker's. While an `EventContext` acts, on whichever
-    thread, *as_worker* is entered.
+    *on_turn* is called on a worker's own thread each time it has the turn again: there process-wide
+    state becomes that worker's. While an `EventContext` acts, on any thread, *as_worker* is
+    entered.
     """
 
     def __init__(
@@ -125,7 +128,8 @@ class VirtualClock:
         self._on_turn = on_turn
         self._as_worker = as_worker
         self._heap: list[tuple[float, int, int, Callable[[], None]]] = []
-        self.events = 0  # scheduled so far, including pending ones
+        # This counts all events so far, including pending ones.
+        self.events = 0
         self._runnable: deque[Worker] = deque()
         self._current: Worker | None = None
         self._has_acted = False
@@ -138,14 +142,16 @@ class VirtualClock:
     def at(
         self, time: float, action: Callable[[], None], *, last: bool = False
     ) -> None:
-        """Call *action* when the clock reaches *time*; *last*: after the other events
-        of that instant."""
+        """Call *action* when the clock reaches *time*.
+
+        *last*: after the other events of that instant.
+        """
         assert time >= self.now, "time can't go backwards"
         self.events += 1
         heapq.heappush(self._heap, (time, int(last), self.events, action))
 
     def complete(self, completion: Completion) -> None:
-        """*completion* happens now; workers that wait for it can run."""
+        """Complete *completion* now; workers that wait for it can run."""
         completion.time = self.now
         for worker in completion.waiters:
             if worker.waits_for is completion:
@@ -165,10 +171,9 @@ class VirtualClock:
 
     @contextmanager
     def as_worker(self, rank: int) -> Iterator[EventContext]:
-        """Within it, inside an event, worker *rank* is the current one, at this instant.
+        """Make worker *rank* the current one in this block, inside an event, at this instant.
 
-        What it launches and computes is dated by the actor's own time. It cannot wait for
-        what is still to come.
+        Its collectives and computing have the actor's own time. It cannot wait for later events.
         """
         before, actor = self._current, EventContext(rank)
         actor.time = self.now
@@ -207,19 +212,19 @@ class VirtualClock:
             if completion.time is None:
                 raise Abandoned
         before = worker.time
-        # Not by adding the wait: by rounding, the worker could be earlier than the clock.
+        # Do not add the wait: by rounding, the worker could be earlier than the clock.
         worker.time = max(before, completion.time)
         return worker.time - before
 
     def pause(self, seconds: float) -> None:
-        """Let *seconds* pass for the current worker, and the others have their turns."""
+        """Let *seconds* pass for the current worker, and give the others their turns."""
         worker = self.current
         pause = Completion(lambda: f"{show_seconds(seconds)} to pass")
         self.at(worker.time + seconds, lambda: self.complete(pause))
         self.wait(pause)
 
     def fail(self, error: BaseException) -> None:
-        """End the job: all who wait are woken with `Abandoned`. The first error counts."""
+        """End the job: all waiting workers are woken with `Abandoned`. The first error counts."""
         if self.failure is None:
             self.failure = error
             for worker in self.workers:
@@ -228,8 +233,10 @@ class VirtualClock:
                     self._runnable.append(worker)
 
     def interrupt(self, error: BaseException) -> None:
-        """As `fail`, from outside the worker threads: takes effect when the worker that
-        runs next waits."""
+        """End the job as `fail` does, from outside the worker threads.
+
+        It takes effect when the worker that runs next waits.
+        """
         self._interruption = error
 
     def stop_if_interrupted(self) -> None:
@@ -247,8 +254,8 @@ class VirtualClock:
     ) -> None:
         """Run one body per worker, each in a thread of its own, until all have ended.
 
-        *watch* runs on the calling thread meanwhile and returns when the event it is
-        given is set. Raises the first failure.
+        *watch* runs on the calling thread meanwhile and returns when its event is set. Raises the
+        first failure.
         """
         for worker, body in zip(self.workers, bodies, strict=True):
             worker.thread = threading.Thread(
@@ -309,8 +316,11 @@ class VirtualClock:
             self._on_turn(worker)
 
     def _next_runnable(self) -> Worker | None:
-        """Who can run next; None when all have ended. It raises nothing: what an event raises ends
-        the job, and not the thread of the worker that happens to wait."""
+        """Return the worker that can run next; None when all have ended.
+
+        It raises nothing: an event's error ends the job, not the thread of the worker that happens
+        to wait.
+        """
         while self._alive:
             while self._runnable:
                 worker = self._runnable.popleft()
@@ -327,7 +337,7 @@ class VirtualClock:
         return None
 
     def who_waits_for_what(self) -> str:
-        """The deadlock's text: each worker, and what it waits for or that it ended."""
+        """Return the deadlock's text: for each worker its wait, or that it has ended."""
         lines = [
             f"deadlock at virtual time {show_seconds(self.now)}: every worker waits, "
             "and no event is left"
@@ -353,9 +363,9 @@ _Item = tuple[Awaited | None, Callable[[BaseException | None], None], float]
 class EventRunner:
     """A `Runner` of worker *rank*.
 
-    A work runs at the virtual instant at which the result that it follows is in. It does not run before
-    the instant at which it was put, nor while the work before it still computes. The time that it spends
-    (`VirtualClock.current`) delays what it does next, and nothing that the worker itself does meanwhile.
+    A continuation runs at the virtual instant at which its result arrives. It does not run before
+    the instant at which it was put, nor while the continuation before it still computes. The time
+    that it spends (`VirtualClock.current`) delays later continuations, but not the worker itself.
     """
 
     def __init__(self, clock: VirtualClock, rank: int) -> None:
@@ -410,7 +420,7 @@ class EventRunner:
 
 
 class EventSignal:
-    """A `Signal` at the time of the worker that gives it."""
+    """A `Signal` at the time of the worker that sends it."""
 
     def __init__(self, clock: VirtualClock, what: str) -> None:
         self._clock = clock
@@ -431,7 +441,7 @@ class EventSignal:
 
 
 class RuleSchedule:
-    """Lets each rule happen once, when worker 0's training has come so far."""
+    """Applies each rule once, when worker 0's training has reached it."""
 
     def __init__(
         self,
@@ -448,7 +458,7 @@ class RuleSchedule:
         clock.explain = self._explain
 
     def reached(self, step: int) -> None:
-        """Worker 0 has ended a step (0: training begins), at its own time."""
+        """Note that worker 0 has ended a step (0: training begins), at its own time."""
         now = self._clock.current.time
         for rule in self._rules:
             if rule.at is not None and step == 0:
@@ -479,7 +489,7 @@ class RuleSchedule:
             self._links.set_capacity(link, rate)
 
     def _explain(self) -> str:
-        """A deadlock may be nothing but a link that stays cut."""
+        """Return the message's last line: a link that stays cut may be the deadlock's only cause."""
         if not self._cut:
             return QUESTION
         names = ", ".join(self._links.cluster.link_name(i) for i in sorted(self._cut))
@@ -492,13 +502,13 @@ _IDLE_SHARE = 0.02
 
 
 class Watchdog:
-    """Ends the process when nothing happens for *patience* real seconds.
+    """Ends the process when no worker makes progress for *patience* real seconds.
 
-    Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock
-    of the script's own, on standard input), no other worker can ever run. A blocked thread cannot be
-    interrupted, so stacks are printed and the process exits with status 70. A worker that computes, or
-    waits for a processor, is left alone, however long it takes. *look* is called with the virtual time at
-    each look, to show progress.
+    Only one worker runs at a time. If it blocks where the clock cannot see it (on a lock of the
+    script's own, on standard input), no other worker can ever run. A blocked thread cannot be
+    interrupted, so stacks are printed and the process exits with status 70. A worker that computes,
+    or waits for a processor, may take as long as it needs. *look* is called with the virtual time
+    at each check, to show progress.
     """
 
     def __init__(
@@ -509,8 +519,11 @@ class Watchdog:
         self._look = look
 
     def watch(self, over: threading.Event) -> None:
-        """Return when *over* is set; a Ctrl-C, or a signal that raises `SystemExit` here,
-        ends all workers, and this process if one of them does not end within `Timeouts.terminate`."""
+        """Watch until *over* is set.
+
+        Ctrl-C, or a signal that raises `SystemExit`, ends all workers. It also ends this process
+        if one of them does not end within `Timeouts.terminate`.
+        """
         try:
             self._watch(over)
         except (KeyboardInterrupt, SystemExit) as told:

@@ -1,22 +1,22 @@
-"""`CollectiveGroup`: a group of workers in virtual time, its collectives over links and its messages.
+"""Simulates a group of workers in virtual time: its collectives over links and its messages.
 
-How a collective runs
----------------------
-Each rank's call is the next operation in that rank's queue. The same number on every rank is the same
-operation, and must be the same call. A queue has *lanes* (gloo: two worker threads; NCCL: one stream): an
-operation is *present* on a rank once a lane is free there, and holds it until it is complete there.
+*Queues.* Each rank's call is the next operation in that rank's queue. The same number on every rank
+is the same operation, and must be the same call. A queue has *lanes* (gloo: two worker threads;
+NCCL: one stream). An operation is *present* on a rank once a lane is free there, and holds the lane
+until it is complete there.
 
-*Priced* (schedules with a price, such as rings): it starts when its last rank is present and takes the
-schedule's latency. Then it moves as one activity on all its connections, phase by phase, and ends on all
-ranks at once.
-*Executed* (all others, and priced ones on request): every message of the schedule starts when both its
-ends are present and its source has received the messages before it. A rank is done when its own messages
-are. Both are in `collectives.timing`.
+*Estimated operations* (schedules with an estimate, such as rings) start when their last rank is
+present, and take the schedule's latency. Then they move as one flow on all connections, phase by
+phase, and end on all ranks at once.
 
-Data: contributions are copied at the call, unless the schedule lets no rank continue before all have
-come. Sums are in gloo's order. A result is written to a rank's buffers at the instant at which the
-operation completes there. The last rank's result releases the contributions: a handle that is kept
-longer (for torch, for errors) holds no data.
+*Executed operations* are all others, and those with an estimate on request. Every message of the
+schedule starts when both its ends are present and its source has received the messages before it. A
+rank is done when its own messages are. Both kinds are in `collectives.timing`.
+
+*Data.* Contributions are copied at the call, unless the schedule lets no rank continue before all
+are present. Sums are in gloo's order. A result is written to a rank's buffers at the instant at
+which the operation completes there. The last rank's result releases the contributions: a handle
+that is kept longer (by torch, or for errors) holds no data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from paceline.units import show_bytes
 
 
 class CollectiveCall(NamedTuple):
-    """What a rank has called, with everything that must be equal on all ranks."""
+    """A rank's call, with everything that must be equal on all ranks."""
 
     name: str
     how: str = ""
@@ -68,12 +68,12 @@ def _shape(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
 def shapes_of(
     tensors: Sequence[torch.Tensor],
 ) -> tuple[tuple[torch.dtype, torch.Size], ...]:
-    """Types and shapes, as a `CollectiveCall` has them."""
+    """Return types and shapes for a `CollectiveCall`."""
     return tuple((tensor.dtype, tensor.shape) for tensor in tensors)
 
 
 class CollectiveOperation:
-    """One collective: who is present, what each contributed, who is done."""
+    """One collective: its present ranks, their contributions, and the ranks that are done."""
 
     def __init__(
         self,
@@ -92,7 +92,8 @@ class CollectiveOperation:
         self.phases = phases_of(schedule, play=communicator.play)
         self.first_caller: int | None = None
         self.contributions: dict[int, Any] = dict.fromkeys(positions)
-        self.results: dict[int, Any] = {}  # computed once for all ranks, by index
+        # Results are computed once for all ranks, by index.
+        self.results: dict[int, Any] = {}
         self.delivers: dict[int, Deliver | None] = dict.fromkeys(positions)
         self.called = dict.fromkeys(positions, False)
         self.present = dict.fromkeys(positions, False)
@@ -113,23 +114,25 @@ class CollectiveOperation:
         """Only for executed operations: by representative, how many of its workers are not done."""
 
     def of_all(self) -> list[Any]:
-        """What each rank contributed, in rank order: who does not run contributes what its
-        representative does; None of a rank that has not come."""
+        """Return each rank's contribution, in rank order; None for a rank that has not called.
+
+        A rank that does not run contributes its representative's.
+        """
         return [self.contributions[position] for position in self.represented_by]
 
     def of(self, position: int) -> Any:
-        """What one rank contributed."""
+        """Return the contribution of one rank."""
         return self.contributions[self.represented_by[position]]
 
     def take_completion(self, position: int) -> Completion:
-        """The rank at *position* is done: return the completion of its waiters, once."""
+        """Return the completion of the rank at *position*, which is done; call it once."""
         completion = self.completions[position]
         assert completion is not None
         self.completions[position] = None
         return completion
 
     def forget(self) -> None:
-        """All ranks have their results."""
+        """Release all data, since all ranks have their results."""
         self.contributions.clear()
         self.results.clear()
         self.play = None
@@ -197,8 +200,10 @@ class CollectiveGroup:
         deliver: Deliver,
         unit: float = 1,
     ) -> Completion:
-        """The next operation of the rank at *position*; returns what to wait for. One unit of
-        *schedule* is *unit* bytes."""
+        """Add the next operation of the rank at *position*; return its completion.
+
+        One unit of *schedule* is *unit* bytes.
+        """
         number = self._next[position]
         self._next[position] += 1
         operation = self._operations.get(number)
@@ -213,7 +218,8 @@ class CollectiveGroup:
                 f"{self.ranks[position]} called {call}; every rank must issue the same "
                 "collectives in the same order"
             )
-            self.clock.fail(error)  # both workers are at fault, not only the later one
+            # Both workers are at fault, not only the later one.
+            self.clock.fail(error)
             raise error
         operation.called[position] = True
         operation.contributions[position] = contribution
@@ -226,7 +232,7 @@ class CollectiveGroup:
         return completion
 
     def describe(self, operation: CollectiveOperation) -> str:
-        """For errors: which operation this is and who is missing."""
+        """Return the operation and its missing ranks, for errors."""
         missing = [
             self.ranks[position]
             for position, called in operation.called.items()
@@ -285,8 +291,11 @@ class CollectiveGroup:
             self.done(operation, position)
 
     def _messages_done(self, operation: CollectiveOperation, position: int) -> None:
-        """A representative is done when all whom it stands for are: the next step of all waits for
-        the last of them."""
+        """Count a worker whose messages are done.
+
+        A representative is done when all workers that it represents are: their next step waits for
+        the last of them.
+        """
         representative = self.represented_by[position]
         if self.stands_for:
             operation.unfinished[representative] -= 1
@@ -295,8 +304,10 @@ class CollectiveGroup:
         self.done(operation, representative)
 
     def _span(self, operation: CollectiveOperation, position: int) -> Span:
-        """What it took on one rank; stand-ins have other shapes than what they stand for, so
-        it also says the bytes."""
+        """Return the operation's span on one rank.
+
+        It includes the bytes, since tensors that represent others have other shapes.
+        """
         sent = operation.schedule.bytes_sent(position) * operation.unit
         return Span(
             worker=self.ranks[position],
@@ -314,7 +325,8 @@ class CollectiveGroup:
             # Inference mode permits writes into parameters and inference tensors on any thread.
             with torch.inference_mode():
                 deliver(operation, position)
-        except Exception as error:  # wrong shape, or a mean of integers
+        except Exception as error:
+            # The shape may be wrong, or it is a mean of integers.
             raise UsageError(
                 f"worker {self.ranks[position]}: the result of {operation.call} does not "
                 f"fit what it was called with: {error}"
@@ -333,7 +345,7 @@ class CollectiveGroup:
 
 @dataclass
 class _Meeting:
-    """The sends and receives of one (source, destination, tag) that have not met."""
+    """The unmatched sends and receives of one (source, destination, tag)."""
 
     sends: deque[tuple[int, Any, Completion]] = field(default_factory=deque)
     receives: deque[tuple[Callable[[Any], None], Completion]] = field(
@@ -344,9 +356,8 @@ class _Meeting:
 class Mailbox:
     """Sends and receives between the ranks of a communicator.
 
-    As with gloo, a send starts when its receive is posted, and ends when its last byte has
-    left; the receive ends one latency later. Messages between two ranks with one tag
-    arrive in order.
+    As with gloo, a send starts when its receive is posted, and ends when its last byte has left;
+    the receive ends one latency later. Messages between two ranks with one tag arrive in order.
     """
 
     def __init__(self, communicator: CollectiveGroup) -> None:

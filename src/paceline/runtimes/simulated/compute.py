@@ -1,5 +1,7 @@
-"""Compute time in virtual time: charged by a workload, a speed and seeded jitter; and the inputs of
-which shape it was measured with (`SeenInputs`)."""
+"""Charges compute time in virtual time: by a workload, a speed and seeded jitter.
+
+`SeenInputs` records the shapes of inputs with which a workload was measured.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,11 @@ Shapes = list[list[int]]
 
 
 class SeenInputs:
-    """Watches a *model*'s training calls. ``shapes`` are those of the first, or None: nothing
-    was seen yet, or later ones differed, as padded sequences do."""
+    """Observes a *model*'s training calls.
+
+    ``shapes`` are those of the first call. None: there was no call yet, or later ones differed, as
+    with padded sequences.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.shapes: Shapes | None = None
@@ -48,36 +53,38 @@ class SeenInputs:
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Of one call."""
+    """Return the shapes of one call's tensors."""
     values = (*args, *(kwargs[name] for name in sorted(kwargs)))
     return [list(v.shape[1:]) for v in values if isinstance(v, torch.Tensor)]
 
 
 class StaleProfileError(UsageError):
-    """A cached profile is not of what is trained now; it can be made anew."""
+    """A cached profile does not fit the present training; a new measurement replaces it."""
 
 
 class UnmeasuredCodeError(StaleProfileError):
-    """A cached profile knows nothing of the compressor that is used now."""
+    """A cached profile has no times of the present compressor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeModel:
-    """What a training step costs to compute on a worker of speed 1.
+    """The compute cost of a training step on a worker of speed 1.
 
     Attributes:
-        forward: Seconds a step, spread over the tensors by bytes, where there is no *workload*.
-        backward: The same.
-        jitter: Relative standard deviation of a step's compute time (Gaussian, cut off at zero), drawn
-            for each worker and step.
-        seed: Of the jitter.
+        forward: Seconds per step without a *workload*, spread over the tensors by bytes.
+        backward: Likewise.
+        jitter: Relative standard deviation of a step's compute time (Gaussian, cut off at zero),
+            drawn for each worker and step.
+        seed: Seed of the jitter.
         workload: Times tensor by tensor.
-        memory: Bytes per second that a compressor reads or writes, where the workload has no times of it.
-        what: The workload's name for people.
-        instead_of_pace: The workload includes what the script paces, and `paceline.pace` takes no time.
-        cached: The workload is a profile that can be made anew: `StaleProfileError` is raised where it
-            does not fit.
-        inputs: The shapes of the model's inputs then, if these are to be the same.
+        memory: Bytes per second that a compressor reads or writes, if the workload has no times of
+            it.
+        what: The workload's name for the user.
+        instead_of_pace: Whether the workload includes the time that the script paces; then
+            `paceline.pace` takes no time.
+        cached: Whether the workload is a profile that can be measured again. Then
+            `StaleProfileError` is raised if it does not fit.
+        inputs: The shapes of the model's inputs in the profile, if inputs must have the same.
     """
 
     forward: float = 0.01
@@ -99,7 +106,7 @@ class ComputeModel:
                 )
 
     def describe(self, paced_by_script: bool, stand_in: bool = False) -> str:
-        """One line for people: where compute time came from."""
+        """Return the origin of compute times, as one line for the user."""
         if paced_by_script:
             text = "paced by the script"
         elif stand_in:
@@ -125,13 +132,15 @@ class ComputeModel:
 
 
 class SimulatedCompute:
-    """One worker's compute time: its speed, its jitter, and what is still owed.
+    """Charges one worker's compute time: by its speed, its jitter, and the part that is still due.
 
-    A forward pass is charged when its first gradient (or a wait) shows that it has run. Where it may
-    wait for tensors it is charged as it uses them. Its time is in proportion to its samples, relative to
-    the first training batch. Evaluation is charged, too. From the first `pace` on the script is taken to pace
-    itself, and nothing else is charged. *spend* lets seconds pass under a name, in which so many
-    cores are busy.
+    *Forward.* A forward pass is charged when its first gradient (or a wait) shows that it has run.
+    If it may wait for tensors, it is charged as it uses them. Its time is in proportion to its
+    samples, relative to the first training batch. Evaluation is charged, too.
+
+    *Pace.* From the first `pace` on the script paces itself, and nothing else is charged.
+
+    *spend* lets seconds pass under a name, with the number of cores that are busy.
     """
 
     def __init__(
@@ -145,18 +154,20 @@ class SimulatedCompute:
         self._rank = rank
         self._speed = speed
         self._spend = spend
-        # One generator per worker, so that its times do not depend on the number of workers.
+        # Use one generator per worker, so that its times do not depend on the number of workers.
         self._random = random.Random(f"{model.seed}/{rank}")
         self._factor = self._draw()
         self._owed = 0.0
         self.inside_forward = False
         """Whether a forward pass waits for a tensor: its uncharged compute time has not passed yet."""
         self._models = 0
-        self.workload: Workload | None = None  # the first model's
+        # It is the first model's.
+        self.workload: Workload | None = None
         self.estimated_compressors: set[str] = set()
         """Messages about compressors whose times are estimated, as no workload has measured them."""
         self.paced_by_script = False
-        self.stand_in = False  # whether a built-in workload replaces the model's times
+        # This says whether a built-in workload replaces the model's times.
+        self.stand_in = False
 
     def of_model(
         self,
@@ -166,16 +177,16 @@ class SimulatedCompute:
         own: Workload | None = None,
         model: torch.nn.Module | None = None,
     ) -> ModelCompute:
-        """Where the passes of one *model* are charged; *own* is the workload that the model
-        stands for, if it stands for one.
+        """Return the object that charges the passes of one *model*.
 
-        A workload is one model's, the first that is trained: another one, later, is
-        charged as if there were no workload.
+        *own* is the workload that a stand-in model has. The workload is the first trained model's;
+        a later model is charged as if there were no workload.
         """
         costs = self.costs
         workload = costs.workload
         if workload is None and own is not None:
-            workload = replace(own, cores=0)  # the script's model sleeps
+            # The script's model sleeps.
+            workload = replace(own, cores=0)
         self._models += 1
         try:
             if workload is not None:
@@ -201,7 +212,7 @@ class SimulatedCompute:
         return ModelCompute(self, workload, samples)
 
     def _expect(self, model: torch.nn.Module, profiled: Shapes) -> None:
-        """Hold the first training pass's inputs against those of the profile."""
+        """Compare the first training pass's inputs with those of the profile."""
 
         def called(
             module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -219,41 +230,41 @@ class SimulatedCompute:
         handle = model.register_forward_pre_hook(Uncopied(called), with_kwargs=True)
 
     def defer_forward(self, seconds: float) -> None:
-        """A forward pass has begun."""
+        """Note that a forward pass of *seconds* has begun."""
         if not self.paced_by_script:
             self._owed += seconds
 
     def charge_forward(self, seconds: float) -> None:
-        """So much of a forward pass has run."""
+        """Charge *seconds* of a forward pass."""
         part = min(seconds, self._owed)
         if part:
             self._owed -= part
             self._take(part, "forward", self._cores)
 
     def charge(self, seconds: float, name: str) -> None:
-        """A gradient was computed, or an update."""
+        """Charge a gradient, or an update."""
         if not self.paced_by_script:
             self.flush()
             self._take(seconds, name, self._cores)
 
     def charge_thread(self, seconds: float, name: str) -> None:
-        """One thread has computed: made a batch ready, or run hooks."""
+        """Charge the computing of one thread: it made a batch ready, or ran hooks."""
         if not self.paced_by_script:
             self.flush()
             self._take(seconds, name, min(1, self._cores))
 
     def spend(self, seconds: float, name: str, cores: int) -> None:
-        """Paceline itself takes time, in which it keeps so many cores busy."""
+        """Charge paceline's own work, which keeps *cores* busy."""
         self._take(seconds, name, cores)
 
     def flush(self) -> None:
-        """Charge what a forward pass still owes."""
+        """Charge the rest of a forward pass."""
         if self._owed and not self.inside_forward:
             owed, self._owed = self._owed, 0.0
             self._take(owed, "forward", self._cores)
 
     def pace(self, seconds: float) -> None:
-        """The script says what it computes."""
+        """Charge the time that the script paces."""
         if self.costs.instead_of_pace:
             return
         self.paced_by_script = True
@@ -261,7 +272,7 @@ class SimulatedCompute:
         self._take(seconds, "paced", 0)
 
     def step_ended(self) -> None:
-        """The next step draws its own jitter."""
+        """Draw the jitter of the next step."""
         self.flush()
         self._factor = self._draw()
 
@@ -272,7 +283,7 @@ class SimulatedCompute:
 
     @property
     def _cores(self) -> int:
-        """How many of the host's cores a model's passes keep busy."""
+        """Number of the host's cores that a model's passes keep busy."""
         return 0 if self.workload is None else self.workload.cores
 
     def _take(self, seconds: float, name: str, cores: int) -> None:

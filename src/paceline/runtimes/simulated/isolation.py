@@ -1,13 +1,15 @@
 """Gives each simulated worker the state that a real process has for itself.
 
-Many workers share one process. Each has its own rank variables of the environment, ``__main__``, and
-random states of Python, torch and numpy. Variables are looked up per thread, and ``__main__`` is swapped at each
-hand-over of the turn. Random states are swapped only when a worker resumes that does not own them.
+Many workers share one process. Each has its own rank variables of the environment, ``__main__``,
+and random states of Python, torch and numpy. Variables are looked up per thread, and ``__main__``
+is swapped at each hand-over of the turn. Random states are swapped only when a worker resumes that
+does not own them.
 
-State that torch and Python have per process is patched when a simulation starts (`patched_process`), and
-restored when it ends. All workers share one standard output (`workers_output`): the first worker's prints
-pass unchanged; others' are left out, or come line by line behind ``[3]``. Standard error of all workers is
-shown, so that no worker's trouble goes unseen.
+State that torch and Python have per process is patched when a simulation starts
+(`patched_process`), and restored when it ends. All workers share one standard output
+(`workers_output`). The first worker's prints pass unchanged. The other workers' prints are dropped,
+or appear line by line behind ``[3]``. Standard error of all workers is shown, so that every
+worker's errors are visible.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ _overlay = threading.local()
 class _WorkerEnviron(Environ[str]):
     """``os.environ`` with the current worker's variables laid over it.
 
-    What a worker sets or deletes stays the worker's own, as between processes.
+    A variable that a worker sets or deletes changes for that worker only, as between processes.
     """
 
     def __getitem__(self, key: str) -> str:
@@ -70,7 +72,8 @@ class _WorkerEnviron(Environ[str]):
         if own is None:
             super().__delitem__(key)
         else:
-            self[key]  # raises KeyError if there is nothing to delete
+            # It raises KeyError if there is nothing to delete.
+            self[key]
             own[key] = None
 
     def __iter__(self) -> Iterator[str]:
@@ -87,7 +90,7 @@ class _WorkerEnviron(Environ[str]):
 
 
 class EnvironmentOverlay:
-    """``with EnvironmentOverlay():`` worker threads may have variables of their own."""
+    """Gives worker threads variables of their own within a ``with`` block."""
 
     def __enter__(self) -> None:
         self._before = type(os.environ)
@@ -103,9 +106,9 @@ class EnvironmentOverlay:
 
 
 class RandomStates:
-    """The process's random generators, held by one owner at a time.
+    """The process's random generators, owned by one worker at a time.
 
-    As a context manager it gives the process its own states back at the end.
+    As a context manager it restores the process's own states at the end.
     """
 
     def __init__(self, seed: int) -> None:
@@ -113,21 +116,22 @@ class RandomStates:
         self._saved: dict[int, tuple[Any, ...]] = {}
         self._seed = seed
         self._seeded: Any = None
-        """Python's random state directly after seeding, which is every worker's first."""
+        """Python's random state directly after seeding, which every worker has first."""
         self._python: Any = None
-        """Python's random state when the current owner got it: one object for all workers that have
-        not drawn since."""
+        """Python's random state when the current owner got it. All workers that have drawn no
+        number since share one object."""
 
     def __enter__(self) -> None:
         if torch.cuda.is_available():
-            torch.cuda.init()  # otherwise a worker could find another one's states there
+            # Otherwise a worker could find another one's states there.
+            torch.cuda.init()
         self._before = _get_states()
 
     def __exit__(self, *exception: object) -> None:
         _set_states(self._before)
 
     def hand_to(self, worker: int) -> None:
-        """Make the generators *worker*'s; at its first turn they are seeded."""
+        """Give the generators to *worker*; at its first turn they are seeded."""
         if worker == self._owner:
             return
         python: Any = None
@@ -154,10 +158,12 @@ class RandomStates:
 
 
 class UndrawnRandomStates:
-    """Instead of `RandomStates`, for bodies that draw from no global generator.
+    """Replaces `RandomStates` for bodies that draw from no global generator.
 
-    Exchanging states is half of what a hand-over costs. *drawn* says, at the end, whether a worker did
-    draw: then workers have shared one generator, and their numbers are not those of a run alone."""
+    Exchanging states is half of the cost of a hand-over. *drawn* tells at the end whether a worker
+    drew a number all the same. Then workers have shared one generator, and their numbers differ
+    from those of a run alone.
+    """
 
     drawn = False
 
@@ -170,13 +176,14 @@ class UndrawnRandomStates:
             set_random_states(self._before)
 
     def hand_to(self, worker: int) -> None:
-        """Nothing is exchanged."""
+        """Do nothing: no states are exchanged."""
 
 
 def _alike(some: Any, others: Any) -> bool:
     if isinstance(some, torch.Tensor):
         return torch.equal(some, others)
-    if isinstance(some, dict):  # numpy may have been loaded into others meanwhile
+    # numpy may have been loaded in the other one meanwhile.
+    if isinstance(some, dict):
         return all(_alike(state, others[key]) for key, state in some.items())
     if isinstance(some, list):
         return all(map(_alike, some, others))
@@ -185,8 +192,10 @@ def _alike(some: Any, others: Any) -> bool:
 
 @contextmanager
 def thread_count_kept() -> Iterator[None]:
-    """Undo, for threads that the process starts later, ``torch.set_num_threads`` of the
-    worker threads."""
+    """Restore torch's number of threads, for threads that the process starts later.
+
+    Worker threads may call ``torch.set_num_threads``.
+    """
     before = torch.get_num_threads()
     try:
         yield
@@ -207,12 +216,12 @@ class MainModules:
         sys.modules["__main__"] = self._before
 
     def register(self, worker: int, module: ModuleType) -> None:
-        """*module* is ``__main__`` while *worker* runs."""
+        """Make *module* the ``__main__`` of *worker*, which is running."""
         self._modules[worker] = module
         sys.modules["__main__"] = module
 
     def hand_to(self, worker: int) -> None:
-        """Make ``__main__`` *worker*'s."""
+        """Make ``__main__`` the one of *worker*."""
         module = self._modules.get(worker)
         if module is not None:
             sys.modules["__main__"] = module
@@ -238,7 +247,10 @@ def _get_numpy_state() -> tuple[Any, Any]:
 
 
 def _set_states(states: tuple[Any, ...], there: Any = None) -> None:
-    """Python's state need not be written where *there*, which it has now, is the same object."""
+    """Set the generators' states; *there* is Python's present state.
+
+    Python's state is not written if it is the same object.
+    """
     python, cpu, cuda, numpy_state = states
     if python is not there:
         random.setstate(python)
@@ -254,8 +266,10 @@ def _set_states(states: tuple[Any, ...], there: Any = None) -> None:
 
 @contextmanager
 def patched_process(start_group: Callable[..., None]) -> Iterator[None]:
-    """Within it, process-wide calls of worker threads mean the worker. *start_group*:
-    `Simulation.init_process_group`."""
+    """Apply process-wide calls of worker threads to the worker, within a ``with`` block.
+
+    *start_group* is `Simulation.init_process_group`.
+    """
     with ExitStack() as stack:
         patches: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
             (dist, "init_process_group", _init_process_group(start_group)),
@@ -274,7 +288,7 @@ def patched_process(start_group: Callable[..., None]) -> Iterator[None]:
 
 
 def replacement_of(replacement: Callable[..., Any], original: Any) -> Any:
-    """A function that calls *replacement* with *original* first."""
+    """Return a function that calls *replacement* with *original* first."""
 
     def patched(*arguments: Any, **keywords: Any) -> Any:
         return replacement(original, *arguments, **keywords)
@@ -297,7 +311,8 @@ def _init_process_group(start_group: Callable[..., None]) -> Callable[..., None]
     ) -> None:
         hook = sys.excepthook
         start_group(original, rank=rank, world_size=world_size, timeout=timeout)
-        sys.excepthook = hook  # torch replaces it, once per worker
+        # torch replaces it, once per worker.
+        sys.excepthook = hook
 
     return init_process_group
 
@@ -316,7 +331,8 @@ def _new_group(
 def _monitored_barrier(
     original: Any, group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
 ) -> None:
-    dist.barrier(group)  # the clock itself names missing ranks
+    # The clock itself names missing ranks.
+    dist.barrier(group)
 
 
 def _refuse_ddp(original: Any, *arguments: Any, **keywords: Any) -> None:
@@ -366,8 +382,10 @@ _of_thread = threading.local()
 
 
 class WorkerStream:
-    """Stands for *stream*, and knows which worker writes. *shown*: what is done with the
-    words of workers but the first."""
+    """Replaces *stream*, and knows which worker writes.
+
+    *shown* says how prints of workers other than the first are shown.
+    """
 
     def __init__(self, stream: TextIO, shown: Shown, *, prefix_first: bool) -> None:
         self._stream = stream
@@ -384,7 +402,8 @@ class WorkerStream:
             for line in lines:
                 self._put(rank, line)
             if rest:
-                self._begun[rank] = rest.rpartition("\r")[2]  # progress bars redraw
+                # Progress bars redraw their line.
+                self._begun[rank] = rest.rpartition("\r")[2]
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -392,7 +411,7 @@ class WorkerStream:
             self.write(line)
 
     def finish(self) -> None:
-        """Write the lines that workers have not ended."""
+        """Write the last lines of workers, which have no newline."""
         for rank, rest in self._begun.items():
             self._put(rank, rest)
         self._begun.clear()
@@ -406,8 +425,10 @@ class WorkerStream:
 
 @contextmanager
 def workers_output(shown: Shown | None) -> Iterator[None]:
-    """Within it the streams know workers, those threads that `speak_as` one; None leaves
-    all as it is."""
+    """Let the standard streams know which worker prints, within a ``with`` block.
+
+    Threads of workers have called `speak_as`. None: nothing changes.
+    """
     if shown is None:
         yield
         return
@@ -426,5 +447,5 @@ def workers_output(shown: Shown | None) -> Iterator[None]:
 
 
 def speak_as(rank: int) -> None:
-    """What the calling thread prints from now on is this worker's."""
+    """Mark the calling thread's prints from now on as this worker's."""
     _of_thread.rank = rank

@@ -1,4 +1,4 @@
-"""A script file as the body of every simulated worker."""
+"""Runs a script file as the body of every simulated worker."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def run_script(
 ) -> SimulationResult:
     """Run the script once per worker, each with a ``__main__`` of its own.
 
-    As under ``python SCRIPT``, its folder comes first on the module path. Modules that it
-    imports are loaded once and shared by all workers.
+    As under ``python SCRIPT``, its folder comes first on the module path. Modules that it imports
+    are loaded once and shared by all workers.
     """
     try:
         source = Path(path).read_bytes()
@@ -52,8 +52,10 @@ def result_of(
     compute: ComputeModel,
     asked: int | None = None,
 ) -> RunResult:
-    """The simulation's result object; raises `UsageError` if nothing was trained. *compute*: what
-    it was charged by; *asked*: how many steps it was to have."""
+    """Return the simulation's result object; raises `UsageError` if nothing was trained.
+
+    *compute* is the model that charged compute time; *asked* is the requested number of steps.
+    """
     if not outcome.recorders[0].method:
         raise UsageError(
             "the script ended without calling paceline.distribute: nothing was trained"

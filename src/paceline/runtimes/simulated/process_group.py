@@ -1,4 +1,4 @@
-"""A torch.distributed backend on the virtual clock, for scripts that call torch.distributed themselves.
+"""A torch.distributed backend on the virtual clock, for scripts that call torch.distributed.
 
 Each call becomes one of a `SimulatedGroup`. Paceline's own communicators use that group directly.
 """
@@ -35,7 +35,7 @@ _ASKING = 1e-6
 
 
 class SimulatedTorchWork(WorkBase):
-    """torch's handle of work that ends at a virtual instant."""
+    """torch's handle of an operation that ends at a virtual instant."""
 
     def __init__(self, work: SimulatedWork) -> None:
         super().__init__()
@@ -49,10 +49,10 @@ class SimulatedTorchWork(WorkBase):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the result is in, at this worker's own time.
+        """Return whether the result has arrived, at this worker's own time.
 
-        Asking in vain takes a microsecond: a script that asks in a loop would otherwise
-        never let virtual time go on.
+        A check without a result takes a microsecond: otherwise virtual time would stop for a script
+        that polls in a loop.
         """
         clock, completion = self._work.clock, self._work.completion
         time = completion.time

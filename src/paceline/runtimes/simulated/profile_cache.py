@@ -1,16 +1,16 @@
-"""A script's compute times: measured before it is simulated, and cached in the user's cache folder.
+"""Measures a script's compute times before a simulation, and caches them for the user.
 
 `CachedFile` is one file there; `paceline.tools.plan.script` has one, too.
 
-Only one worker runs at a time in a simulation, with its own share of the batch and one thread, so
-the host's clock tells what that worker computes. Compressors that the script trains with are
-timed afterwards, on a gradient of that worker.
+Only one worker runs at a time in a simulation, with its own share of the batch and one thread. So
+the host's clock measures that worker's computing. Compressors that the script trains with are timed
+afterwards, on a gradient of that worker.
 
-A cached file's name is a hash of all that changes these times and is known before the script runs
-(`CachedFile.of`). The modules that a script imports are known only after a run: the file holds
-their hashes, and does not count once one of them has changed. Environment variables, data and
-modules outside the script's folder do not count. Where the script runs, the model and its inputs
-are compared (`StaleProfileError`).
+A cached file's name is a hash of everything that changes these times and is known before the script
+runs (`CachedFile.of`). The modules that a script imports are known only after a run: the file holds
+their hashes, and is ignored once one of them has changed. Environment variables, data and modules
+outside the script's folder do not count. When the script runs, the model and its inputs are
+compared (`StaleProfileError`).
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ MAX_WORKERS = 32
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured, and the shapes of what the model was given, if these are always
-    the same."""
+    """A measured workload, and the shapes of the model's inputs; None: they vary."""
 
     workload: Workload
     inputs: Shapes | None
@@ -73,8 +72,11 @@ class Profile:
 def profile_script(
     job: ScriptJob, cluster: Cluster, *, patience: float = 20.0
 ) -> Profile | None:
-    """Worker 0's medians over a few steps; None where the script says itself what it
-    computes, trains a stand-in or more than one model, or never calls the model itself."""
+    """Profile a script: worker 0's medians over a few steps.
+
+    None if the script paces itself, trains a stand-in or more than one model, or never calls the
+    model itself.
+    """
     workers = min(cluster.workers, MAX_WORKERS)
     with TemporaryDirectory(prefix="paceline-") as folder:
         kept = GradientDump(folder, wanted=0)
@@ -97,8 +99,10 @@ def profiled(
     scratch: Path,
     patience: float = 20.0,
 ) -> ComputeModel:
-    """*compute* with the script's own times: those that are cached, or else measured now. What the
-    script prints meanwhile goes to standard error."""
+    """Return *compute* with the script's own times: cached ones, or else measured now.
+
+    The script's prints during the measurement go to standard error.
+    """
     cached = CachedProfile.of(job, cluster.workers)
     profile = cached.load()
     if profile is None:
@@ -125,8 +129,10 @@ def _profiled_anew(
     patience: float,
     known: Workload | None = None,
 ) -> ComputeModel:
-    """*compute* with the script's own times, measured now; of what is *known* only compressors'
-    times are. Its checkpoints go to *scratch*."""
+    """Return *compute* with the script's own times, measured now.
+
+    If times are *known*, only compressors' times are new. The script's checkpoints go to *scratch*.
+    """
     # Make the key before the script runs: its file may be edited meanwhile.
     cached = CachedProfile.of(job, cluster.workers)
     with standard_output_for_result(True), redirect_checkpoints(scratch):
@@ -158,8 +164,10 @@ def run_or_profile_anew(
     scratch: Path,
     patience: float = 20.0,
 ) -> tuple[SimulationResult, ComputeModel]:
-    """Run the script; where it turns out that the cached profile is not of what is
-    trained now, once more with a new one. Returns also what it was charged by."""
+    """Run the script, and repeat the run with a new profile if the cached one does not fit.
+
+    Returns the result, and the compute model of the last run.
+    """
     try:
         return _run(make(compute), job, scratch), compute
     except WorkerFailedError as error:
@@ -189,8 +197,10 @@ def _run(simulation: Simulation, job: ScriptJob, scratch: Path) -> SimulationRes
 def measure_compressors(
     script: str, arguments: Sequence[str], codes: Sequence[str], cores: int = 1
 ) -> dict[str, CompressorTimes]:
-    """Times of each compressor of *codes*, full specs, on the script's first gradient, with *cores* that compress at
-    the same time; empty without a gradient. Earlier measurements are cached.
+    """Return the times of each compressor of *codes*, on the script's first gradient.
+
+    *codes* are full specs; *cores* cores compress at the same time. The result is empty without a
+    gradient. Earlier measurements are cached.
     """
     job = ScriptJob(script, arguments)
     cached = CachedFile.of(job, FEW_WORKERS, "compressors")
@@ -199,7 +209,8 @@ def measure_compressors(
     unknown = [code for code in codes if code not in times]
     if unknown:
         times |= _measure_compressors(job, unknown, cores)
-        with suppress(UsageError):  # then they are used only this time
+        # If it fails, they are used only this time.
+        with suppress(UsageError):
             cached.keep(known)
     return {code: times[code] for code in codes if code in times}
 
@@ -225,8 +236,10 @@ def _measure_compressors(
 
 
 def paced_workload(script: str, arguments: Sequence[str]) -> Workload | None:
-    """The times that a script says itself (`paceline.pace`), tensor by tensor; None where it
-    trains more than one model, or never calls the model itself. They are cached, too."""
+    """Return the times that a script paces (`paceline.pace`), tensor by tensor.
+
+    None if it trains more than one model, or never calls the model itself. They are cached, too.
+    """
     job = ScriptJob(script, arguments)
     cached = CachedFile.of(job, FEW_WORKERS, "paced")
     known = cached.read(Workload)
@@ -274,9 +287,10 @@ def _profile(
     workload = profiler.workload_alone(
         f"measured: medians of {profiler.profiled_steps} steps of worker 0 of {workers} "
         f"in {Path(script).name}, CPU, 1 thread",
-        idle_counts=False,  # other workers compute while this one waits
+        # Other workers compute while this one waits.
+        idle_counts=False,
     )
-    # Outside passes and updates this thread may have added up for other workers.
+    # Outside passes and updates this thread may have computed sums for other workers.
     workload = replace(workload, input=0.0, overhead=0.0)
     if len(kept):
         workload = replace(workload, coding=coding_times(profiler.compressors, kept))
@@ -296,28 +310,34 @@ class _Held(msgspec.Struct, kw_only=True):
 
 
 class _Measured(msgspec.Struct, kw_only=True):
-    """What else a cached file holds: the SHA-256 of each module that the script has imported from
-    its own folder, and the model's inputs, see `Profile`."""
+    """Further content of a cached workload file.
+
+    It has the SHA-256 of each module that the script has imported from its own folder, and the
+    model's inputs, see `Profile`.
+    """
 
     files: dict[str, str]
     inputs: Shapes | None
 
 
 _CONTENT = 3
-"""Version of the profiles' content. Increase it if they gain a field: older ones are then made again."""
+"""Version of the profiles' content. Increase it if they gain a field: older ones are then measured
+again."""
 
 
 @dataclass(frozen=True)
 class CachedFile:
-    """The file, named *name*, in which something about *script* is cached, or will be."""
+    """The file, called *name*, that caches data about *script*, or will do so."""
 
     script: Path
     name: str
 
     @classmethod
     def of(cls, job: ScriptJob, workers: int, kind: str = "workload") -> Self:
-        """The file for the job's script as it is now, among so many *workers*: many scripts cut a
-        batch by that. *kind*: what is cached."""
+        """Return the file for the job's script as it is now, with so many *workers*.
+
+        Many scripts divide a batch by the number of workers. *kind* names the cached data.
+        """
         script = Path(job.script).resolve()
         known = [
             *(str(script), _hash(script), str(Path.cwd()), list(job.arguments)),
@@ -328,7 +348,7 @@ class CachedFile:
 
     @property
     def path(self) -> Path:
-        """Where it is. Raises `UsageError` where no cache folder is known."""
+        """The file's path. Raises `UsageError` if no cache folder is known."""
         named = Path(os.environ.get("XDG_CACHE_HOME", ""))
         try:
             # By the XDG specification a relative path does not count.
@@ -342,8 +362,10 @@ class CachedFile:
     def read(
         self, kind: type[_T], decode: Callable[[type, Any], Any] | None = None
     ) -> _T | None:
-        """What `keep` cached; None where nothing is, or a module of the script has changed. *decode*:
-        makes what msgspec cannot."""
+        """Return the data that `keep` cached; None if there is none, or a module has changed.
+
+        *decode* makes values of types that msgspec cannot make.
+        """
         try:
             held = msgspec.json.decode(self.path.read_bytes(), type=_Held)
             if not self.is_of(held.files):
@@ -353,25 +375,26 @@ class CachedFile:
             return None
 
     def keep(self, content: object, encode: Callable[[Any], Any] | None = None) -> None:
-        """Cache what was found in this process just now. Raises `UsageError` where that is
-        impossible."""
+        """Cache data measured in this process. Raises `UsageError` if that is impossible."""
         plain = msgspec.to_builtins(content, enc_hook=encode)
         held = _Held(files=self.modules(), content=plain)
         self.write(lambda part: part.write_bytes(msgspec.json.encode(held)))
 
     def is_of(self, files: dict[str, str]) -> bool:
-        """Whether the script's modules are those with these hashes."""
+        """Return whether the script's modules still have these hashes."""
         folder = self.script.parent
         return all(_hash(folder / name) == known for name, known in files.items())
 
     def modules(self) -> dict[str, str]:
-        """The hash of each module that the script has imported from its own folder."""
+        """Return the hash of each module that the script has imported from its own folder."""
         folder = self.script.parent
         return {str(f.relative_to(folder)): _hash(f) for f in _modules_in(folder)}
 
     def write(self, content: Callable[[Path], object]) -> None:
-        """Replace the file by what *content* writes at a path. Raises `UsageError` where that is
-        impossible."""
+        """Replace the file by the one that *content* writes to a path.
+
+        Raises `UsageError` if that is impossible.
+        """
         path = self.path
         # Several processes may write and read at the same time.
         part = path.with_name(f"{os.getpid()}-{path.name}")
@@ -390,10 +413,10 @@ class CachedFile:
 
 @dataclass(frozen=True)
 class CachedProfile(CachedFile):
-    """The file in which a script's profile is cached: a workload file."""
+    """The file that caches a script's profile: a workload file."""
 
     def load(self) -> Profile | None:
-        """What is cached; None where nothing is, or a module of the script has changed."""
+        """Return the cached profile; None if there is none, or a module of the script has changed."""
         try:
             workload = Workload.load(self.path)
             measured = msgspec.convert(made_with(self.path), _Measured)
@@ -404,8 +427,7 @@ class CachedProfile(CachedFile):
         )
 
     def save(self, profile: Profile) -> None:
-        """Cache what was measured in this process just now. Raises `UsageError` where that is
-        impossible."""
+        """Cache a profile measured in this process. Raises `UsageError` if that is impossible."""
         measured = _Measured(files=self.modules(), inputs=profile.inputs)
         made = msgspec.to_builtins(measured)
         self.write(lambda part: profile.workload.save(part, made=made))
@@ -414,13 +436,14 @@ class CachedProfile(CachedFile):
 def _remove_old(folder: Path) -> None:
     oldest = time.time() - MAX_AGE_SECONDS
     for file in folder.glob("*.json"):
-        with suppress(OSError):  # another process may have removed it
+        # Another process may have removed it.
+        with suppress(OSError):
             if file.stat().st_mtime < oldest:
                 file.unlink()
 
 
 def _modules_in(folder: Path) -> list[Path]:
-    """Python files of *folder* that this process has imported, but installed packages."""
+    """Return Python files of *folder* that this process has imported, except installed packages."""
     found = []
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)

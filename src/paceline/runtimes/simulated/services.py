@@ -1,10 +1,13 @@
-"""Servers and other services in virtual time: the same state machine, as a handler of events.
+"""Runs servers and other services in virtual time: the real state machine handles events.
 
-A request travels over links like any message, on a connection of its own per (sender, server, channel):
-first in, first out, so incast follows from the link model. The server's processor takes requests first
-come, first served. A transition's sums and updates keep it busy. Replies, and requests to other services,
-leave when it is done. A server's own deadlines work likewise. For a trace, `MessageTrace` records when
-messages were under way.
+*Requests.* A request travels over links like any message, on a connection of its own per (sender,
+server, channel). Connections are first in, first out, so incast follows from the link model.
+
+*Processing.* The server's processor takes requests first come, first served. A transition's sums
+and updates keep it busy. Replies, and requests to other services, leave when it is done. A server's
+own deadlines work likewise.
+
+For a trace, `MessageTrace` records when messages were under way.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ Observe = Callable[[Span], None]
 
 
 class MessageTrace:
-    """The ways to and from the service *name*; those of the first *workers* senders are observed, if there is an
-    observer.
+    """Traces messages to and from the service *name*, if there is an observer.
+
+    It traces those of the first *workers* senders.
     """
 
     def __init__(
@@ -68,8 +72,11 @@ class MessageTrace:
         begins: float,
         arrived: Callable[[], None],
     ) -> Callable[[], None]:
-        """*arrived*, and before that a span of the message: since it *begins*, or since the one
-        before it on its connection had come, as that carries one at a time. *way*: to, from."""
+        """Return *arrived*, preceded by a record of the message's span.
+
+        The span starts at *begins*, or when the message before it on its connection arrived, as
+        that carries one at a time. *way* is "to" or "from".
+        """
         observe = self._observe
         if observe is None or worker.worker >= self._workers:
             return arrived
@@ -87,8 +94,12 @@ class MessageTrace:
 
 @dataclass(frozen=True)
 class ServerRates:
-    """Bytes per second that a server's processor sums, that its optimizer steps, and that compression reads or
-    writes.
+    """Rates of a server, in bytes per second.
+
+    Attributes:
+        added: Rate at which its processor sums.
+        stepped: Rate at which its optimizer steps.
+        coded: Rate at which compression reads or writes.
     """
 
     added: float = float("inf")
@@ -97,8 +108,10 @@ class ServerRates:
 
 
 def rates_of(workload: Workload | None, memory: float) -> ServerRates:
-    """A server's rates. Its optimizer and compressors are as fast as a worker's, if the workload has these.
-    *memory* is the bytes per second that compression reads or writes.
+    """Return a server's rates.
+
+    Its optimizer and compressors are as fast as a worker's, if the workload has these. *memory* is
+    the bytes per second that compression reads or writes.
     """
     if workload is None or not workload.update:
         return ServerRates(coded=memory)
@@ -106,18 +119,20 @@ def rates_of(workload: Workload | None, memory: float) -> ServerRates:
 
 
 class Receiver(Protocol):
-    """Who takes the answer to one request: *host* is where, and *into* what for."""
+    """Receives the reply to one request, on *host* and *into* a tensor."""
 
     host: int
     into: torch.Tensor | None
 
     def arrived(self, message: ReplyMessage, payload: torch.Tensor | None) -> None:
-        """The answer's last byte is here."""
+        """Take the reply, whose last byte has arrived."""
 
 
 class SimulatedServer:
-    """One service on a simulated host. *number*: its number as a sender of requests. *observe* gets the times of
-    messages from and to workers, if there is an observer.
+    """One service on a simulated host.
+
+    *number* is its number as a sender of requests. *observe* gets the times of messages from and to
+    workers, if there is an observer.
     """
 
     def __init__(
@@ -144,7 +159,7 @@ class SimulatedServer:
         """Time of the next event that checks the deadline."""
 
     def meet(self, peers: Sequence[SimulatedServer]) -> None:
-        """It may ask these."""
+        """Connect this service to the peers that it may send requests to."""
         self._peers = {
             peer.name: SimulatedPeer(self._number, self.host, peer) for peer in peers
         }
@@ -157,8 +172,10 @@ class SimulatedServer:
         receiver: Receiver,
         time: float,
     ) -> int:
-        """A request begins its way here at *time*; *receiver* takes the answer. Returns how
-        many bytes it is."""
+        """Send a request to this service at *time*; return its bytes.
+
+        *receiver* takes the reply.
+        """
         self._waiting[sender.worker, sender.channel, sender.number] = receiver
         size, copied = HEADER_BYTES, None
         if payload is not None:
@@ -180,13 +197,13 @@ class SimulatedServer:
         return size
 
     def enter(self, event: Callable[[float], Outputs]) -> None:
-        """Something is to be handled, in its turn."""
+        """Queue an event's handler."""
         self._queue.append(event)
         if not self._busy:
             self._serve()
 
     def _serve(self) -> None:
-        """Handle what came first; its answers leave when the processor is done."""
+        """Handle the first event of the queue; its replies leave when the processor is done."""
         if not self._queue:
             self._busy = False
             return
@@ -199,8 +216,10 @@ class SimulatedServer:
         self.clock.at(self.clock.now + seconds, partial(self._done, answers))
 
     def _set_alarm(self) -> None:
-        """An event cannot be taken back: one that comes before the deadline, which has
-        moved, sets the next."""
+        """Schedule a check of the deadline.
+
+        An event cannot be cancelled: one before a deadline that has moved schedules the next.
+        """
         deadline = self.server.next_deadline()
         if deadline is not None and (self._alarm is None or deadline < self._alarm):
             self._alarm = max(deadline, self.clock.now)
@@ -208,7 +227,8 @@ class SimulatedServer:
 
     def _ring(self, alarm: float) -> None:
         if alarm != self._alarm:
-            return  # a later alarm has replaced this one
+            # A later alarm has replaced this one.
+            return
         self._alarm = None
         deadline = self.server.next_deadline()
         if deadline is not None and deadline <= self.clock.now:
@@ -276,7 +296,7 @@ class SimulatedPendingReply:
         self._answer: ReplyMessage | None = None
 
     def arrived(self, message: ReplyMessage, payload: torch.Tensor | None) -> None:
-        """The answer's last byte is here."""
+        """Take the reply, whose last byte has arrived."""
         _put(payload, self.into)
         self._answer = message
         self._clock.complete(self._completion)
@@ -333,11 +353,11 @@ class SimulatedEndpoint:
         return pending_reply
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: a simulated endpoint has no connection."""
 
 
 class SimulatedPeer:
-    """A service's end of another one, its *peer*; it asks from *host*, as number *sender*."""
+    """A service's connection to its *peer*; it sends from *host*, as number *sender*."""
 
     def __init__(self, sender: int, host: int, peer: SimulatedServer) -> None:
         self._sender, self._host, self._peer = sender, host, peer
@@ -346,7 +366,7 @@ class SimulatedPeer:
     def ask(
         self, ask: Ask, replied: Callable[[ReplyMessage, torch.Tensor | None], None]
     ) -> None:
-        """Send a request; *replied* is called with its answer, once that is here."""
+        """Send a request; *replied* is called with its reply when that arrives."""
 
         def arrived(reply: ReplyMessage) -> None:
             replied(reply, ask.into)
@@ -360,14 +380,14 @@ class SimulatedPeer:
 
 @dataclass
 class AskReceiver:
-    """The `Receiver` of what a service has asked."""
+    """The `Receiver` of a service's request."""
 
     host: int
     into: torch.Tensor | None
     replied: Callable[[ReplyMessage], None]
 
     def arrived(self, message: ReplyMessage, payload: torch.Tensor | None) -> None:
-        """The answer's last byte is here."""
+        """Take the reply, whose last byte has arrived."""
         _put(payload, self.into)
         self.replied(message)
 
@@ -385,7 +405,7 @@ def make_services(
     rates: ServerRates,
     observe: Observe | None,
 ) -> list[SimulatedServer]:
-    """The services of a job, where it asks for them."""
+    """Make the services of a job, on the hosts that it asks for."""
     placed = service_placement.place_services(
         job, partial(hosts_of, cluster), cluster.host_of
     )
@@ -404,7 +424,7 @@ def make_services(
 
 
 def hosts_of(cluster: Cluster, place: str) -> Sequence[int]:
-    """The hosts that a place means. Raises `UsageError`."""
+    """Return the hosts that *place* names. Raises `UsageError`."""
     if place == "auto":
         place = "dedicated" if cluster.servers else "embedded"
     if place == "embedded":

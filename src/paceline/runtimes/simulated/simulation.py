@@ -1,6 +1,6 @@
-"""A simulation: a body run once per worker, in one process, on a virtual clock.
+"""Runs a simulation: a body once per worker, in one process, on a virtual clock.
 
-If a method treats all workers alike, a few stand for all: `paceline.cluster.worker_classes`.
+If a method treats all workers alike, a few represent all: `paceline.cluster.worker_classes`.
 """
 
 from __future__ import annotations
@@ -86,20 +86,20 @@ ACTORS = -1
 
 @dataclass
 class SimulationResult:
-    """What a simulation gives back.
+    """The result of a simulation.
 
     Attributes:
-        recorders: Each worker's.
-        kept: Each worker's records, where a trace was asked for.
-        spans: Those of collectives, where a trace was asked for.
-        virtual_seconds: How long it took.
-        switches: How many times the turn was handed over.
-        events: How many events the clock had.
-        profilers: Worker 0's, one for each model, where asked for.
-        inputs: What each of these models was given.
+        recorders: Each worker's recorder.
+        kept: Each worker's records, if a trace was requested.
+        spans: The spans of collectives, if a trace was requested.
+        virtual_seconds: Its duration in virtual time.
+        switches: Number of hand-overs of the turn.
+        events: Number of events of the clock.
+        profilers: Worker 0's, one for each model, if requested.
+        inputs: The shapes of the inputs of each of these models.
         estimated_compressors: Sentences on compressors whose times no workload has measured.
-        weights: By worker that ran, how many it stands for (None: all workers ran).
-        representatives: That in a sentence.
+        weights: By worker that ran, how many workers it represents (None: all workers ran).
+        representatives: The same as a sentence.
     """
 
     recorders: list[StepRecorder] = field(default_factory=list)
@@ -117,7 +117,7 @@ class SimulationResult:
     representatives: str = ""
 
     def by_worker(self, values: Sequence[_T]) -> list[_T]:
-        """*values*, one of each recorder, as often as its worker stands for workers."""
+        """Return *values*, one per recorder, each as often as its worker represents workers."""
         weights = [1] * len(values) if self.weights is None else self.weights.values()
         return [
             value
@@ -131,23 +131,25 @@ class Simulation:
 
     Args:
         cluster: The network and its workers.
-        play: Execute ring collectives message by message, too, instead of pricing them.
+        play: Execute ring collectives message by message, too, instead of estimating them.
         lanes: Collectives that a communicator moves at a time.
         trace: Keep spans.
-        profile: Measure what worker 0 really computes, and charge nothing.
-        paced: As *profile*, of what its script says that it computes (`paceline.pace`).
+        profile: Measure the real computing of worker 0, and charge nothing.
+        paced: As *profile*, but for the times that its script paces (`paceline.pace`).
         keep: Takes worker 0's first gradients, while it is profiled.
-        patience: Real seconds without any progress after which the process is given up.
+        patience: Real seconds without any progress after which the process is ended.
         look: Called now and then, on the calling thread, with the virtual time.
-        output: Whose prints are shown: see `output` (None: everybody's, unchanged).
-        draws: Whether bodies may draw random numbers. Without, `drawn` says after the run whether one
-            did all the same.
-        repeats: Measure once what plans buckets, since here all times repeat.
+        output: The workers whose prints are shown: see `output` (None: all, unchanged).
+        draws: Whether bodies may draw random numbers. Without, `drawn` says after the run whether
+            one did all the same.
+        repeats: Measure once for a plan of buckets, since in virtual time all repetitions are
+            equal.
         workers: "classes" runs representatives: see `WorkerClasses`.
 
     Raises:
-        UsageError: Representatives where workers differ: jitter, rules that kill; and, when it
-            runs, methods that are not symmetric, servers and messages between two workers.
+        UsageError: Representatives are impossible because workers differ: jitter, rules that kill;
+            and, when it runs, methods that are not symmetric, servers and messages between two
+            workers.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class Simulation:
         self.mains = MainModules()
         everyone = range(cluster.workers)
         running = list(everyone if self.classes is None else self.classes.weights)
-        # Shared by all workers: 10,000 workers with 10,000 entries each would need gigabytes.
+        # All workers share it: 10,000 workers with 10,000 entries each would need gigabytes.
         self._locations = locations_of(
             [cluster.host_of(worker) for worker in everyone], torch.cuda.device_count()
         )
@@ -215,7 +217,7 @@ class Simulation:
         )
 
     def services_of(self, number: int, job: ServiceJob) -> list[SimulatedServer]:
-        """The services of job *number*: made when its first worker asks."""
+        """Return the services of job *number*, which are made when its first worker asks."""
         if number == len(self._services):
             self._services.append(
                 make_services(
@@ -231,19 +233,19 @@ class Simulation:
 
     @property
     def drawn(self) -> bool:
-        """Whether a body drew random numbers that had none of its own (*draws*)."""
+        """Whether a body without random states of its own drew a random number (*draws*)."""
         return isinstance(self._random, UndrawnRandomStates) and self._random.drawn
 
     def registry_of(self, rank: int) -> TrainingRegistry:
-        """What a worker's script does: its trainings, after the run."""
+        """Return the trainings of a worker's script, after the run."""
         return self._runtimes[rank].registry
 
     def runtime_of(self, rank: int) -> SimulatedRuntime:
-        """Where a worker lives."""
+        """Return a worker's runtime."""
         return self._runtimes[rank]
 
     def tell_place(self, rank: int, place: Place) -> None:
-        """All other workers hear where worker *rank* is, at no cost."""
+        """Send worker *rank*'s place to all other workers, at no cost."""
         for runtime in self._runtimes.values():
             runtime.registry.places.hear(rank, place, len(self._runtimes))
 
@@ -255,8 +257,8 @@ class Simulation:
     def run(self, body: Callable[[int], object]) -> SimulationResult:
         """Run ``body(rank)`` on every worker; raises the first failure.
 
-        `WorkerFailedError` names the worker whose body raised; `DeadlockError` says who
-        waits for what; `CollectiveMismatchError` names the two calls that differ.
+        `WorkerFailedError` names the worker whose body raised; `DeadlockError` names each worker's
+        wait; `CollectiveMismatchError` names the two calls that differ.
         """
         if self.clock.switches:
             raise UsageError("a Simulation runs once: make another one")
@@ -291,7 +293,7 @@ class Simulation:
         return self.result
 
     def init_process_group(self, init: Callable[..., None], **arguments: Any) -> None:
-        """torch's own, for the calling worker, over the simulated backend."""
+        """Replace torch's function for the calling worker, over the simulated backend."""
         rank = self.clock.current.rank
         for key, ours in (("rank", rank), ("world_size", self.cluster.workers)):
             theirs = arguments.pop(key, -1)
@@ -322,12 +324,14 @@ class Simulation:
                 **self._locations[rank],
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": "29500",
-                "TORCH_DIST_INIT_BARRIER": "0",  # it would wait in a store, outside the clock
+                # It would wait in a store, outside the clock.
+                "TORCH_DIST_INIT_BARRIER": "0",
                 "TORCHELASTIC_RUN_ID": "simulated",
             }
         )
         torch.set_num_threads(1)
-        # Backward passes and hooks must run on the calling thread: the engine's own threads would run out of turn.
+        # Backward passes and hooks must run on the calling thread: the engine's own threads would
+        # run out of turn.
         with torch.autograd.set_multithreading_enabled(False):
             try:
                 body(rank)
@@ -342,10 +346,10 @@ class Simulation:
 
     @contextmanager
     def _as_worker(self, actor: EventContext) -> Iterator[None]:
-        """What runs is worker *actor*'s, whosever thread this is.
+        """Run this block as worker *actor*, on any thread.
 
-        Random states are those of all works together: what a worker draws does not depend
-        on when its messages come.
+        All continuations share random states of their own. So a worker's numbers do not depend on
+        when its messages arrive.
         """
         owner = current_runtime()
         self._random.hand_to(ACTORS)
@@ -376,11 +380,11 @@ def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
 
 
 def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
-    """On which machine each worker is, and its number there; *hosts* are all workers'.
+    """Return each worker's machine, and its number there; *hosts* are all workers'.
 
-    A cluster whose hosts have a worker each is taken for one machine, which it really is:
-    "once per machine" then means once, for files that are loaded or written. With GPUs a
-    number is also that of a device, and of these there are *devices*.
+    A cluster whose hosts have one worker each counts as one machine, which it really is. "Once per
+    machine" then means once, for files that are loaded or written. With GPUs a number is also that
+    of a device, and there are *devices* of these.
     """
     if len(set(hosts)) == len(hosts):
         hosts = [0] * len(hosts)
@@ -399,7 +403,7 @@ def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
 
 
 def check_represented(cluster: Cluster, compute: ComputeModel) -> None:
-    """Raise `UsageError` where workers of a class do not do the same."""
+    """Raise `UsageError` if workers of a class may behave differently."""
     if compute.jitter:
         raise UsageError(
             f"representatives with jitter {compute.jitter:g}: every worker's steps then take other "
@@ -417,7 +421,7 @@ FEW_ELEMENTS = 2
 BYTES_AN_ELEMENT = 1024 * 1024
 """Bytes per element of a tensor that represents a large one, so that methods can still cut it."""
 MOST_ELEMENTS = 1024
-"""Elements of such a tensor at most, however large the represented one is."""
+"""The most elements of such a tensor, however large the represented one is."""
 
 
 class SimulatedRuntime:
@@ -431,7 +435,8 @@ class SimulatedRuntime:
         """How many jobs of services this worker has requested."""
         self.server_only = False
         self.registry = TrainingRegistry(simulation.options, self._training_broke)
-        self.registry.keeps_ended = True  # a plan inspects them after the script
+        # A plan inspects them after the script.
+        self.registry.keeps_ended = True
         self.registry.places.connect(
             rank, partial(simulation.tell_place, rank), waits=False
         )
@@ -531,7 +536,7 @@ class SimulatedRuntime:
 
 
 class WorkerClock:
-    """A simulated worker's `RuntimeClock`: what it computes takes it, and is recorded."""
+    """A simulated worker's `RuntimeClock`: computing takes virtual time, and is recorded."""
 
     is_virtual: ClassVar[bool] = True
 
@@ -543,7 +548,7 @@ class WorkerClock:
         cluster, classes = simulation.cluster, simulation.classes
         self._host = cluster.host_of(rank)
         self._weight = 1 if classes is None else classes.weights[rank]
-        """Workers that compute when this one does."""
+        """Number of workers that compute when this one does."""
         processor = cluster.processor
         self._shared_cores = None if processor is None else processor.cores
         self.compute = SimulatedCompute(
@@ -579,13 +584,13 @@ class WorkerClock:
 
     @property
     def worker(self) -> Worker:
-        """Whose time it is now: the script's, or that of a work that follows a result."""
+        """The worker whose time passes now: the script's, or that of a continuation."""
         clock = self._simulation.clock
         return clock.current if self._follows else self._simulation.workers[self._rank]
 
     @property
     def _follows(self) -> bool:
-        """Whether what runs now is a work that follows a result, and not the script."""
+        """Whether a continuation of a result runs now, and not the script."""
         current = self._simulation.clock.current
         return isinstance(current, EventContext) and current.rank == self._rank
 
@@ -604,7 +609,7 @@ class WorkerClock:
     ) -> None:
         """Compute on the cores that all hosts share, for as long as that takes.
 
-        A work that follows a result cannot wait. It takes as long as if all workers did the same.
+        A continuation cannot wait. It takes as long as if all workers ran the same one.
         """
         clock, links = self._simulation.clock, self._simulation.links
         over = Completion(lambda: f"{name}, {show_seconds(seconds)} of computing")

@@ -1,7 +1,7 @@
 """`SimulatedGroup`, the `WorkerGroup` of simulated workers, and all groups of a simulation.
 
-Each operation says what a rank contributes, which schedule moves it, and how the result gets into the
-rank's buffers; a `CollectiveGroup` does the rest.
+Each operation defines a rank's contribution, the schedule that moves it, and how the result is
+written to the rank's buffers. A `CollectiveGroup` does the rest.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paceline.runtimes.simulated.collective_group import (
 
 
 class SimulatedWork:
-    """Handle of an operation of a `SimulatedGroup`, which is done at a virtual instant."""
+    """Handle of an operation of a `SimulatedGroup`, which ends at a virtual instant."""
 
     __slots__ = ("clock", "completion")
 
@@ -42,11 +42,11 @@ class SimulatedWork:
         self.completion = completion
 
     def wait(self) -> None:
-        """Return at the instant at which the result is in."""
+        """Return at the instant at which the result arrives."""
         self.clock.wait(self.completion)
 
     def when_in(self, action: Callable[[], None]) -> None:
-        """Call *action* at the instant at which the result is in."""
+        """Call *action* at the instant at which the result arrives."""
         self.clock.when(self.completion, action)
 
 
@@ -56,7 +56,7 @@ class SimulatedGroup:
     Scripts that call torch.distributed get a `SimulatedProcessGroup` over it.
 
     Args:
-        name: Tells its streams of messages from those of other ends of the same group.
+        name: Separates its streams of messages from those of other ends of the same group.
         rank: The worker's position in the group.
         shared: The group, which all members share.
         groups: All groups of the simulation.
@@ -91,7 +91,7 @@ class SimulatedGroup:
         operation: str,
         call: str = "all_reduce",
     ) -> SimulatedWork:
-        """*operation*: by torch's name, "SUM" for example."""
+        """Combine tensors of all ranks. *operation* is torch's name, such as "SUM"."""
 
         def deliver(done: CollectiveOperation, position: int) -> None:
             for index, output in enumerate(outputs):
@@ -110,7 +110,7 @@ class SimulatedGroup:
     def broadcast_tensors(
         self, tensors: Sequence[torch.Tensor], source: int
     ) -> SimulatedWork:
-        """All of them at once."""
+        """Broadcast all tensors in one operation."""
         self.check_runs(source)
 
         def deliver(done: CollectiveOperation, position: int) -> None:
@@ -138,7 +138,10 @@ class SimulatedGroup:
         size: int,
         operation: str,
     ) -> SimulatedWork:
-        """*operation*: by torch's name. *size*: bytes of all parts."""
+        """Reduce and scatter parts.
+
+        *operation* is torch's name; *size* is the bytes of all parts.
+        """
 
         def deliver(done: CollectiveOperation, position: int) -> None:
             output.copy_(reduced(done, position, operation).view(output.shape))
@@ -152,7 +155,8 @@ class SimulatedGroup:
 
     def all_gather(self, output: torch.Tensor, buffer: torch.Tensor) -> SimulatedWork:
         def deliver(done: CollectiveOperation, position: int) -> None:
-            if 0 not in done.results:  # once for all ranks: n copies instead of n * n
+            # Copy once for all ranks: n copies instead of n * n.
+            if 0 not in done.results:
                 flat = [tensors[0].reshape(-1) for tensors in done.of_all()]
                 done.results[0] = torch.cat(flat)
             output.copy_(done.results[0].view(output.shape))
@@ -162,7 +166,7 @@ class SimulatedGroup:
     def gather_everywhere(
         self, tensors: Sequence[torch.Tensor], deliver: Deliver
     ) -> SimulatedWork:
-        """Every rank's *tensors* to all ranks."""
+        """Send every rank's *tensors* to all ranks."""
         return self.launch(
             CollectiveCall("all_gather", "", shapes_of(tensors)),
             Ring(self.size, self.size * bytes_of(tensors), rounds=1),
@@ -180,7 +184,7 @@ class SimulatedGroup:
     def exchange(
         self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> SimulatedWork:
-        """Part r of *inputs* to rank r, from which part r of *outputs* comes."""
+        """Send part r of *inputs* to rank r, and receive part r of *outputs* from it."""
         # Messages end rank by rank, so ranks of one class may continue at different times.
         self.check_all_run("an exchange among all")
 
@@ -219,7 +223,7 @@ class SimulatedGroup:
     def take(
         self, tensors: Sequence[torch.Tensor], source: int, tag: Hashable
     ) -> SimulatedWork:
-        """Receive several tensors that come as one message."""
+        """Receive several tensors that arrive as one message."""
         self.check_all_run()
         completion = self.shared.mailbox.receive(
             source, self.rank, tag, _finishing(partial(_fill, tensors))
@@ -235,7 +239,8 @@ class SimulatedGroup:
         unit: float,
         stream: str,
     ) -> SimulatedWork:
-        if stream:  # a stream has a queue of its own
+        # A stream has a queue of its own.
+        if stream:
             name = f"{self.name}, after {stream}"
             whole = self._groups.end(name, self.shared.ranks, shared=True)
             return whole.perform(schedule, flat, operation, timed, unit, "")
@@ -243,7 +248,7 @@ class SimulatedGroup:
         def deliver(done: CollectiveOperation, position: int) -> None:
             held = done.results.get(0)
             if held is None:
-                # This rank is done, so ranks that have not called cannot matter to it.
+                # This rank is done, so ranks that have not called cannot affect it.
                 held = [
                     torch.zeros_like(flat) if own is None else own[0].clone()
                     for own in done.of_all()
@@ -281,7 +286,7 @@ class SimulatedGroup:
         return SimulatedWork(shared.clock, completion)
 
     def check_runs(self, root: int) -> None:
-        """Raise `UsageError` where the rank whose data all get is one that does not run."""
+        """Raise `UsageError` if the source rank does not run."""
         group = self.shared
         if group.represented_by[root] != root:
             raise UsageError(
@@ -291,7 +296,7 @@ class SimulatedGroup:
             )
 
     def check_all_run(self, what: str = "a message between two") -> None:
-        """Raise `UsageError` where messages of single ranks decide, and some ranks do not run."""
+        """Raise `UsageError` if some ranks do not run, and single ranks' messages matter."""
         group = self.shared
         if group.stands_for:
             raise UsageError(
@@ -302,7 +307,7 @@ class SimulatedGroup:
     # ---- other groups ----
 
     def renamed(self, name: str) -> SimulatedGroup:
-        """Another end of the same group, with streams of its own."""
+        """Return another end of the same group, with streams of its own."""
         return SimulatedGroup(name, self.rank, self.shared, self._groups)
 
     def split(self, name: str, ranks: Sequence[int]) -> SimulatedGroup:
@@ -314,10 +319,11 @@ class SimulatedGroup:
         return self._groups.end(among, members, shared=True).renamed(name)
 
     def has_room(self, kept: int, ranks: Sequence[int]) -> bool:
-        return True  # groups need neither threads nor connections
+        # Groups need neither threads nor connections.
+        return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: a simulated group holds no resources."""
 
 
 class CollectiveGroups:
@@ -343,7 +349,7 @@ class CollectiveGroups:
         self._names: set[str] = set()
 
     def of_script(self, name: str, ranks: Sequence[int]) -> SimulatedGroup:
-        """The calling worker's end of a group that its script makes by torch.distributed."""
+        """Return the calling worker's end of a group that its script makes by torch.distributed."""
         whole = self._members(ranks) is self._everyone
         return self.end(name, ranks, title="world" if whole else name)
 
@@ -361,7 +367,7 @@ class CollectiveGroups:
             name: Names the group; its members ask for equal names in the same order.
             ranks: Its members, as workers of the simulation.
             shared: Return the group that was made before, if there is one.
-            title: The name that people read; empty: *name*.
+            title: The name in messages to the user; empty: *name*.
         """
         rank = self._clock.current.rank
         members = self._members(ranks)
@@ -378,7 +384,8 @@ class CollectiveGroups:
     def _members(self, ranks: Sequence[int]) -> Sequence[int]:
         everyone = self._everyone
         if len(ranks) == len(everyone) and all(map(eq, ranks, everyone)):
-            return everyone  # shared, and already hashed
+            # The ranks are shared, and already hashed.
+            return everyone
         return tuple(ranks)
 
     def _make(self, title: str, members: Sequence[int]) -> CollectiveGroup:
@@ -419,8 +426,10 @@ REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 def reduced(
     operation: CollectiveOperation, index: int, name: str, *, ring: bool = False
 ) -> torch.Tensor:
-    """Tensor *index* of all contributions, combined once for all ranks: in rank order, or
-    sums in gloo's *ring* order."""
+    """Return tensor *index* of all contributions, combined once for all ranks.
+
+    Combines in rank order, or sums in gloo's *ring* order.
+    """
     if index not in operation.results:
         tensors = [own[index] for own in operation.contributions.values()]
         if operation.weights is not None:
@@ -443,7 +452,7 @@ def reduced(
 
 
 def _repeated(name: str, tensor: torch.Tensor, times: int) -> torch.Tensor:
-    """A representative's tensor as often as the workers that it stands for contribute it."""
+    """Return a representative's tensor as often as the workers that it represents contribute it."""
     if name in ("SUM", "AVG"):
         return tensor * times
     if name == "PRODUCT":
@@ -454,10 +463,10 @@ def _repeated(name: str, tensor: torch.Tensor, times: int) -> torch.Tensor:
 
 
 def wait_for_kernels() -> None:
-    """Wait until GPUs have done what this thread has queued on its current streams.
+    """Wait until GPUs have done the work that this thread has queued on its current streams.
 
-    Each worker may train on a stream of its own. No stream knows of another: what crosses from
-    one worker to another has to be finished first.
+    Each worker may train on a stream of its own. No stream knows another, so data must be complete
+    before it passes from one worker to another.
     """
     if torch.cuda.is_initialized():
         for device in range(torch.cuda.device_count()):
@@ -465,7 +474,7 @@ def wait_for_kernels() -> None:
 
 
 def _finishing(deliver: Callable[..., None]) -> Callable[..., None]:
-    """*deliver*, whose results are in when it returns."""
+    """Return *deliver*, but with results that are complete when it returns."""
 
     def finished(*arguments: Any) -> None:
         deliver(*arguments)
@@ -475,7 +484,7 @@ def _finishing(deliver: Callable[..., None]) -> Callable[..., None]:
 
 
 def copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies, so that the caller may reuse its buffers."""
+    """Return copies, so that the caller may reuse its buffers."""
     return [tensor.detach().clone() for tensor in tensors]
 
 
@@ -485,5 +494,5 @@ def _fill(tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
 
 
 def bytes_of(tensors: Sequence[torch.Tensor]) -> int:
-    """On the network."""
+    """Return the bytes on the network."""
     return sum(wire_bytes(tensor) for tensor in tensors)
