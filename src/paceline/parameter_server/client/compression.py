@@ -1,4 +1,4 @@
-"""A worker's half of compression to and from servers: see `state_machine.compression`."""
+"""The worker's half of compression to and from servers: see `state_machine.compression`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paceline.parameter_server.state_machine.compression import (
 class ClientCompression:
     """Compresses the pushes of worker *rank*, and decompresses the *replies* of servers.
 
-    *listener* learns what was compressed and decompressed.
+    *listener* is called for each compression and decompression.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ClientCompression:
         self._differs = replies == "deltas"
         self._states: dict[str, State] = {}
         self._shares = [torch.empty(0)] * len(partition.buckets)
-        """By bucket: memory for this worker's part of the mean."""
+        """By bucket: memory for this worker's share of the average."""
         self._rooms: dict[BucketPart, torch.Tensor] = {}
         """Buffers for received deltas."""
         self._sizes: dict[tuple[BucketPart, GradientCompression], int] = {}
@@ -53,8 +53,10 @@ class ClientCompression:
     # ---- pushes ----
 
     def set_speed_class(self, speed: SpeedClass) -> None:
-        """Set the speed class of this worker's group: pushes may have another size from now on.
-        Compressor states go on, and so do replies."""
+        """Set the speed class of this worker's group, which may change the size of pushes.
+
+        Compressor states and replies continue.
+        """
         self.compression = self.compression.for_speed(speed)
 
     def encode(
@@ -91,7 +93,7 @@ class ClientCompression:
         return self._states[name]
 
     def _name(self, part: BucketPart, number: int) -> str:
-        """A tensor's name; of a part of one, with the elements that it has."""
+        """Return a tensor's name; for a part of one, with the range of its elements."""
         unit = part.units[number]
         name = self._partition.buckets[part.bucket].names[part.slots[number]]
         return name if unit.shape is not None else f"{name}[{unit.start}:{unit.stop}]"
@@ -99,7 +101,7 @@ class ClientCompression:
     # ---- replies ----
 
     def room(self, part: BucketPart) -> torch.Tensor:
-        """Where the reply to a push lands."""
+        """Return the memory for the reply to a push."""
         received = self._partition.received_part(part)
         if not self._differs:
             return received
@@ -111,13 +113,14 @@ class ClientCompression:
         return self._rooms[part]
 
     def decode(self, part: BucketPart, reply: Parameters) -> None:
-        """A *reply* to a push has landed: a difference is added to what this worker holds."""
+        """Decompress the *reply* to a push: add a difference to this worker's parameters."""
         if not self._differs:
             return
         sequence = self._partition.sequence(part)
         received = self._partition.received_part(part)
         if reply.sequence <= sequence:
-            return  # This worker has pulled since.
+            # This worker has pulled since.
+            return
         if reply.sequence != sequence + 1:
             raise PeerLostError(
                 f"bucket {part.bucket}: difference number {reply.sequence} has come "
@@ -142,7 +145,7 @@ class ClientCompression:
             self._listener.compressed(compression, 1, wire_bytes(tensors), stage)
 
     def _size(self, part: BucketPart, compression: GradientCompression) -> int:
-        """The compressed bytes of what a part has, or stands for."""
+        """Return the compressed bytes of a part, or of the larger one that it represents."""
         if (part, compression) not in self._sizes:
             bucket = self._partition.buckets[part.bucket]
             shapes = [
@@ -157,7 +160,7 @@ class ClientCompression:
 
     @property
     def states(self) -> dict[str, State]:
-        """By the names of tensors, or of parts of them."""
+        """Compressor states by the names of tensors, or of parts of them."""
         return self._states
 
     @states.setter
@@ -173,7 +176,7 @@ class ClientCompression:
         self._states = saved
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
-        """Names and tensors as compressors see them."""
+        """Return names and tensors as compressors see them."""
         return [
             (self._name(part, number), like)
             for parts in self._partition.parts
@@ -188,7 +191,7 @@ class ClientCompression:
 
 
 def _shape(unit: Unit, gradient: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a unit of *gradient*, or of what that stands for, as compressors see it."""
+    """Return the shape of a unit of *gradient* for compressors, or of the unit that it represents."""
     shape = wire_shape(gradient)
     if unit.shape is not None:
         return shape

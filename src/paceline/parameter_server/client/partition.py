@@ -1,9 +1,9 @@
-"""Which server holds which part of a model, and one worker's view of it.
+"""Assigns parts of a model to servers, as one worker sees them.
 
-Either servers share a model, each holding a *shard* for all workers. Or they are replicas: one shard, the
-whole model, which each server holds for its group of workers. Replicas exchange their updates. All workers
-wait for each other at the first replica, and a load there reaches the others before any worker is
-answered (see `groups.server`).
+Either servers share a model, each with a *shard* for all workers. Or they are replicas: one shard,
+the whole model, which each server holds for its group of workers. Replicas exchange their updates.
+All workers wait for each other at the first replica, and a load there reaches the other replicas
+before any worker gets a reply (see `groups.server`).
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ NOT_SENT = {"params", "param_names", *IMPLEMENTATION}
 
 @dataclass(frozen=True, eq=False)
 class BucketPart:
-    """What one shard has of one bucket: elements [*start*, *stop*) of its buffer.
+    """One shard's part of one bucket: elements [*start*, *stop*) of its buffer.
 
-    *units*: the parts of parameters that lie in it, in order. They are the bucket's from number
-    *first* on. *slots*: per unit, which of the bucket's parameters it is of.
+    Attributes:
+        units: The parts of parameters in it, in order. They are the bucket's from number *first*
+            on.
+        slots: By unit, the index of its parameter in the bucket.
     """
 
     bucket: int
@@ -44,7 +46,10 @@ class BucketPart:
     slots: tuple[int, ...]
 
     def local_units(self, numbers: Collection[int] | None) -> list[int]:
-        """Of the bucket's units (all, or these), those that are here, counted from 0."""
+        """Return the local numbers, from 0, of the bucket's units in this part.
+
+        *numbers* selects units of the bucket; None: all of them.
+        """
         every = range(len(self.units))
         if numbers is None:
             return list(every)
@@ -54,10 +59,15 @@ class BucketPart:
 class Partition:
     """Buckets, partitioned over the servers behind *endpoints*, as one worker sees them.
 
-    No unit has more than *most_bytes*, where the optimizer can be applied to less. *group*: the
-    servers are replicas, and this worker's is the one of that number; None: they share the
-    model out. Replies land in memory of their own (*on_host*: of the processor), and are then
-    copied into the model.
+    Args:
+        buckets: The model's buckets.
+        optimizer: The user's optimizer.
+        endpoints: This worker's connections to the servers.
+        most_bytes: The most bytes of a unit, if the optimizer can be applied to smaller units.
+        on_host: Whether replies arrive in memory of the processor. In any case they have their own
+            memory, and are then copied into the model.
+        group: The number of this worker's server, if servers are replicas; None: they share the
+            model.
     """
 
     def __init__(
@@ -90,7 +100,7 @@ class Partition:
             for bucket in buckets
             for parameter in bucket.parameters
         }
-        """The parameters, by the numbers in units."""
+        """The parameters, by their numbers in units."""
         self.units = [
             [
                 UnitPlace(Piece(unit.parameter, unit.start, unit.stop), start, stop)
@@ -120,19 +130,19 @@ class Partition:
         return self.home if self.replicated else self.servers
 
     def endpoint(self, part: BucketPart) -> Endpoint:
-        """This worker's end of the server that it pushes a part to."""
+        """Return this worker's endpoint of the server that it pushes a part to."""
         return self.endpoints[self.home[part.shard]]
 
     def holders(self, shard: int) -> Sequence[int]:
-        """The servers that hold a shard: until training begins each is loaded by itself."""
+        """Return the servers of a shard: until training begins, each is loaded separately."""
         return self.servers if self.replicated else (shard,)
 
     def loaded_through(self, server: int) -> Collection[int]:
-        """Whose parameters are new, once all have passed the barrier of *server* and loaded it."""
+        """Return the servers whose parameters are new after a load at the barrier of *server*."""
         return self.servers if self.replicated else (server,)
 
     def pulled(self, servers: Collection[int] | None = None) -> list[BucketPart]:
-        """What this worker pulls from these servers, or from all, bucket by bucket."""
+        """Return the parts that this worker pulls from *servers*, or from all, bucket by bucket."""
         return [
             part
             for parts in self.parts
@@ -141,7 +151,7 @@ class Partition:
         ]
 
     def held(self, servers: Collection[int]) -> list[tuple[int, BucketPart]]:
-        """What these servers hold, with the number of each, bucket by bucket."""
+        """Return the parts on these servers, each with its server's number, bucket by bucket."""
         return [
             (server, part)
             for part in self.pulled()
@@ -150,7 +160,7 @@ class Partition:
         ]
 
     def units_on(self, server: int) -> list[list[Unit]]:
-        """What one server holds of each bucket."""
+        """Return one server's units of each bucket."""
         return [
             [
                 unit
@@ -162,20 +172,22 @@ class Partition:
         ]
 
     def places(self, part: BucketPart, units: Sequence[int]) -> list[UnitPlace]:
-        """Where some units of a part are in its bucket's buffer."""
+        """Return the places of some units of a part in its bucket's buffer."""
         return [self.units[part.bucket][part.first + unit] for unit in units]
 
     def part_of(self, bucket: int, unit: int) -> BucketPart:
-        """The part that a bucket's unit is in."""
+        """Return the part that contains a bucket's unit."""
         return max(
             (part for part in self.parts[bucket] if part.first <= unit),
             key=lambda part: part.first,
         )
 
     def move(self, group: int) -> None:
-        """This worker is in another group from now on, and has yet to pull from its server:
-        what the one before has told is of no use there. Raises `UsageError` where there are no
-        groups, or no such one."""
+        """Move this worker to another group; it must then pull from that group's server.
+
+        Replies of the former server are dropped, since they mean nothing there. Raises `UsageError`
+        without groups, or for a group that does not exist.
+        """
         if not self.replicated:
             raise UsageError("move: this method's servers are not one for each group")
         if group not in self.servers:
@@ -190,36 +202,38 @@ class Partition:
     # ---- replies ----
 
     def received_part(self, part: BucketPart) -> torch.Tensor:
-        """Where a part's parameters land."""
+        """Return the memory in which a part's parameters arrive."""
         return cut(self.received[part.bucket], part.start, part.stop)
 
     def note_reply(self, part: BucketPart, reply: Parameters) -> None:
-        """A server has answered a main push, or a pull, with a part's parameters."""
+        """Store a server's reply to a main push, or a pull, with a part's parameters."""
         self._replies[part] = reply
 
     def note_sequence(self, part: BucketPart, sequence: int) -> None:
-        """What this worker holds of a part has that *sequence* number now."""
+        """Note the *sequence* number of this worker's parameters of a part."""
         self._sequences[part] = sequence
 
     def sequence(self, part: BucketPart) -> int:
-        """See `Parameters.sequence`."""
+        """Return the sequence number of a part, see `Parameters.sequence`."""
         return self._sequences.get(part, 0)
 
     def notice(self, part: BucketPart) -> bytes:
-        """What the server's discipline told of a part with its last reply."""
+        """Return the notice of the server's discipline in a part's last reply."""
         reply = self._replies.get(part)
         return b"" if reply is None else reply.notice
 
     def updates_by_others(self, part: BucketPart, reply: Parameters) -> int:
-        """How many there were on the server since what this worker held before this *reply* to a
-        push, which was one, too. To be asked before the reply is noted."""
+        """Return the number of other workers' updates since this worker's last reply.
+
+        *reply* answers a push, which was an update, too. Call this before `note_reply`.
+        """
         before = self._replies.get(part)
         return 0 if before is None else max(0, reply.version - before.version - 1)
 
     # ---- the optimizer ----
 
     def hyperparameters(self) -> Hyperparameters:
-        """Of every parameter group, as of now."""
+        """Return the present hyperparameters of every parameter group."""
         return [
             {
                 name: _plain(name, value)
@@ -232,7 +246,7 @@ class Partition:
     # ---- the model ----
 
     def write_bucket(self, number: int) -> None:
-        """Copy what was received of a bucket into the model."""
+        """Copy the received parameters of a bucket into the model."""
         bucket = self.buckets[number]
         sizes = [parameter.numel() for parameter in bucket.parameters]
         with torch.no_grad():
@@ -242,14 +256,16 @@ class Partition:
                 parameter.copy_(part.view(parameter.shape))
 
     def write_model(self) -> None:
-        """Copy all that was received into the model."""
+        """Copy all received parameters into the model."""
         for number in range(len(self.buckets)):
             self.write_bucket(number)
         self.remember_versions()
 
     def read_model(self) -> None:
-        """Copy the model into the memory where replies land, as far as the script has written
-        it: what it has not written may be older than what was received."""
+        """Copy the parameters that the script has written into the memory for replies.
+
+        Parameters that it has not written may be older than the received ones.
+        """
         now = self._present_versions()
         for number, bucket in enumerate(self.buckets):
             views = self.received[number].split([p.numel() for p in bucket.parameters])
@@ -262,16 +278,17 @@ class Partition:
 
     @property
     def was_written(self) -> bool:
-        """Whether the model has ever held the servers' parameters."""
+        """Whether the model has ever had the servers' parameters."""
         return bool(self._versions)
 
     def remember_versions(self) -> None:
-        """What the model holds now was not written by the script."""
+        """Remember that the script has not written the model's present parameters."""
         self._versions = self._present_versions()
 
     def check_unwritten(self, method: str) -> None:
-        """Raise `UsageError` if the script has written into a parameter since the last step: the next reply
-        would overwrite it, and no other worker would see it.
+        """Raise `UsageError` if the script has written into a parameter since the last step.
+
+        The next reply would overwrite it, and no other worker would see it.
         """
         if not self._versions:
             return
@@ -294,12 +311,15 @@ class Partition:
 
 
 def cut(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """A part of a bucket's buffer; of one that stands for more bytes, its share."""
+    """Return a part of a bucket's buffer.
+
+    If *flat* represents a larger buffer, the part represents its share.
+    """
     return stand_alike(flat[start:stop], flat)
 
 
 def _bounds(part: BucketPart) -> Iterator[tuple[Unit, int, int]]:
-    """Each unit of a part, and where it is in its bucket's buffer."""
+    """Yield each unit of a part, and its place in its bucket's buffer."""
     start = part.start
     for unit in part.units:
         yield unit, start, start + unit.elements
@@ -307,7 +327,7 @@ def _bounds(part: BucketPart) -> Iterator[tuple[Unit, int, int]]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A hyperparameter as a message can hold it."""
+    """Return a hyperparameter in a form that messages support."""
     if isinstance(value, torch.Tensor):
         return value.item()
     if isinstance(value, tuple | list):
@@ -329,11 +349,12 @@ def split_buckets(
     shards: int,
     most_bytes: int | None = None,
 ) -> list[list[BucketPart]]:
-    """Per bucket its parts, so that all shards have about as many bytes; no unit has more
-    than *most_bytes*, where the optimizer can be applied to less.
+    """Split buckets into parts, so that all shards have about as many bytes.
 
-    Cuts go where *optimizer* may be applied to both sides alone (see `optim.pieces`); a small
-    bucket goes whole to the shard that has least. The same on every rank.
+    Returns the parts of each bucket. No unit has more than *most_bytes*, if the optimizer can be
+    applied to smaller ones. A cut is at a place where *optimizer* may be applied to both sides
+    separately (see `optim.pieces`). A small bucket belongs as a whole to the shard with the fewest
+    bytes. The result is equal on all ranks.
     """
     numbers = {id(p): n for n, (p, _) in enumerate(parameters_of(optimizer))}
     groups = {id(p): group for p, group in parameters_of(optimizer)}
@@ -380,7 +401,10 @@ def _cuts(
     groups: dict[int, int],
     held: Sequence[int],
 ) -> list[int]:
-    """Where to cut a bucket: 0, the places between servers, its end. Servers that have *held* less get more."""
+    """Return the cuts of a bucket: 0, the places between servers, its end.
+
+    Servers that have *held* fewer bytes get more.
+    """
     size, shards = bucket.buffer.numel(), len(held)
     if shards == 1 or bucket.bytes < SMALL_BYTES * shards:
         return [0, size]
@@ -430,7 +454,7 @@ def _smaller(
     optimizer: torch.optim.Optimizer,
     most_bytes: int,
 ) -> list[Unit]:
-    """A unit in parts of at most so many bytes, as far as the optimizer allows."""
+    """Split a unit into parts of at most so many bytes, as far as the optimizer allows."""
     step, _ = cut_every(optimizer, parameter, unit.group)
     step_bytes = step * max(1, wire_bytes(parameter) // parameter.numel())
     steps = -(-unit.elements // step)

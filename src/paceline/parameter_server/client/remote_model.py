@@ -1,7 +1,8 @@
-"""A model's parameters on their servers, from one worker's side: the `Remote`.
+"""A model's parameters on their servers, as one worker uses them: the `Remote`.
 
-Here are the messages of a step: pushes, and the wait for their replies. `partition` has the servers of
-each part, `synchronization` joins and pulls, and `remote_state` has everything beside parameters.
+This module has the messages of a step: pushes, and the wait for their replies. `partition` has the
+servers of each part, `synchronization` joins and pulls, and `remote_state` has everything except
+trained parameters.
 """
 
 from __future__ import annotations
@@ -57,26 +58,27 @@ from paceline.parameter_server.client.synchronization import Synchronizer
 from paceline.timeouts import timeouts
 
 LATE_CHANNEL = "late"
-"""Channel beside the steps: late pushes, and optimizer state for tentative steps."""
+"""Channel parallel to the steps: late pushes, and optimizer state for tentative steps."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that servers are to hold, before its buckets are made.
+    """A model for servers, before its buckets are made.
 
     Attributes:
-        rank: This worker's.
-        optimizer: The user's.
-        endpoints: This worker's ends of the servers.
-        job: What the servers were started for.
+        rank: This worker's rank.
+        optimizer: The user's optimizer.
+        endpoints: This worker's connections to the servers.
+        job: The job for which the servers were started.
         options: All options of the training, as text: equal on all workers.
-        tensors: A line for each of the model's tensors, as all workers must have them.
+        tensors: A line for each of the model's tensors: equal on all workers.
         untrained: Frozen parameters and buffers.
-        mixed: Those of them that every step mixes.
-        loads_untrained: Workers meet nowhere but at servers: all begin with rank 0's `untrained`.
-        most_bytes: The most that a unit may have, where the method wants small ones.
+        mixed: The buffers among them that every step mixes.
+        loads_untrained: Whether all workers begin with rank 0's `untrained`, because they
+            communicate through servers only.
+        most_bytes: The most bytes of a unit, if the method needs small ones.
     """
 
     rank: int
@@ -92,7 +94,7 @@ class ServedModel:
 
 
 class _Push(NamedTuple):
-    """A push under way, of some of a part's *units*; *into* takes their parameters."""
+    """A push of some of a part's *units* that waits for its reply, which arrives in *into*."""
 
     pending_reply: PendingReply
     part: BucketPart
@@ -106,7 +108,7 @@ class _Push(NamedTuple):
 
 
 class _StatePull(NamedTuple):
-    """A request for the state of some of a part's *units*, which lands in *into*."""
+    """A request for the state of some of a part's *units*, which arrives in *into*."""
 
     pending_reply: PendingReply
     part: BucketPart
@@ -117,8 +119,8 @@ class _StatePull(NamedTuple):
 class RemoteModel:
     """A *model* whose *buckets* are partitioned over servers.
 
-    Pushes are compressed by *compression*, if the job compresses; *listener* learns of compression. Raises
-    `UsageError` for an optimizer that servers cannot run.
+    Pushes are compressed by *compression*, if the job compresses; *listener* is called for each
+    compression. Raises `UsageError` for an optimizer that servers cannot run.
     """
 
     def __init__(
@@ -161,14 +163,14 @@ class RemoteModel:
         self._late: list[_Push] = []
         self._state_pulls: list[_StatePull] = []
         self._pushed_step, self._next_step = 0, 0
-        # Memory for pushes of some units, by bucket. Late pushes have their own memory, since backward writes into
-        # buckets meanwhile.
+        # Memory for pushes of some units, by bucket. Late pushes have their own memory, since
+        # backward writes into buckets meanwhile.
         self._some = [torch.empty(0) for _ in buckets]
         self._some_late = [torch.empty(0) for _ in buckets]
         self._kept_alive = -timeouts.progress_note
         self.staleness = 0
-        """Updates by others while the last step's gradient was computed and sent: the maximum over all parts of the
-        model."""
+        """Other workers' updates while the last step's gradient was computed and sent: the maximum
+        over all parts of the model."""
 
     # ---- a step ----
 
@@ -221,7 +223,7 @@ class RemoteModel:
         late: bool,
         weight: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is sent of a part, and where its reply lands."""
+        """Return the payload of a push for a part, and the memory for its reply."""
         if self.compression is not None:
             code = self.compression.encode(bucket, gradient, part, weight)
             return code, self.compression.room(part)
@@ -285,7 +287,7 @@ class RemoteModel:
         return found
 
     def _main_replies(self) -> list[Parameters]:
-        """Wait for the replies to all main pushes; they are to be noted."""
+        """Wait for the replies to all main pushes, which the caller must note."""
         passed_on = self._pass_on_decision()
         replies = [sent.reply() for sent in self._main]
         for pending_reply in passed_on:
@@ -298,7 +300,7 @@ class RemoteModel:
         return replies
 
     def _pass_on_decision(self) -> list[PendingReply]:
-        """Where server 0 decides who counts, tell the others."""
+        """Forward server 0's choice of counted workers to the other servers, if it makes one."""
         if len(self._endpoints) == 1 or not self._coordinates:
             return []
         counted: list[int] = []
@@ -306,17 +308,18 @@ class RemoteModel:
             if sent.part.shard == 0:
                 counted = counted or sent.reply().counted
         if not counted:
-            return []  # The server waited for all workers.
+            # The server waited for all workers.
+            return []
         decide = Decide(step=self._pushed_step, workers=counted)
         return [endpoint.request(decide) for endpoint in self._endpoints[1:]]
 
     def keep_alive(self, now: float) -> None:
-        """Let the servers know that this worker is alive; more than once a second changes
-        nothing."""
+        """Report to the servers that this worker is alive, at most once a second."""
         if now - self._kept_alive >= timeouts.progress_note:
             self._kept_alive = now
             for endpoint in self._endpoints:
-                endpoint.request(KeepAlive())  # the reply is ignored
+                # The reply is ignored.
+                endpoint.request(KeepAlive())
 
     # ---- the model ----
 
@@ -342,7 +345,8 @@ class RemoteModel:
         for pending_reply in [e.request(Leave()) for e in self._endpoints]:
             pending_reply.wait()
         self.synchronizer.pull_final()
-        self.buffers.mix(0.0)  # weight 0: all workers end with the same buffers
+        # With weight 0 all workers end with the same buffers.
+        self.buffers.mix(0.0)
         self.buffers.wait()
 
     def consolidate(self) -> Callable[[], None]:
@@ -362,7 +366,7 @@ class RemoteModel:
         return undo
 
     def barrier(self) -> bool:
-        """See `Synchronizer.barrier`."""
+        """Wait for all workers, see `Synchronizer.barrier`."""
         return self.synchronizer.barrier(self._next_step)
 
     def note_write(self) -> None:

@@ -34,7 +34,7 @@ class RemoteOptimizerState:
         self._partition = partition
 
     def pull(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """All of it, by parameter, in torch's own form."""
+        """Pull the whole state, by parameter, in torch's own form."""
         partition = self._partition
         found: dict[int, dict[str, list[Any]]] = {}
         for part in partition.pulled():
@@ -95,8 +95,8 @@ def _merged(values: list[Any], parameter: torch.Tensor) -> Any:
 class RemoteBuffers:
     """Frozen parameters and buffers: the *tensors* of a model that are not trained.
 
-    All of them travel as bytes at a load, and to workers that join. *mixed*: the buffers that also travel in
-    every step, and are mixed on the server; none if each worker keeps its own.
+    All of them travel as bytes at a load, and to workers that join. *mixed* are the buffers that
+    also travel in every step, and are mixed on the server; none if each worker keeps its own.
     """
 
     def __init__(
@@ -116,14 +116,14 @@ class RemoteBuffers:
 
     @property
     def _endpoint(self) -> Endpoint:
-        """This worker's end of the server that it has them from."""
+        """This worker's endpoint of the server that has these tensors for it."""
         partition = self._partition
         return partition.endpoints[partition.home[partition.untrained_shard]]
 
     # ---- the whole state ----
 
     def load(self, servers: Collection[int]) -> None:
-        """Send what this worker holds to those of these servers that have it."""
+        """Send this worker's tensors to those of *servers* that hold them."""
         partition = self._partition
         holders = partition.holders(partition.untrained_shard)
         ends = [partition.endpoints[s] for s in holders if s in servers]
@@ -137,7 +137,7 @@ class RemoteBuffers:
             pending_reply.wait()
 
     def pull(self) -> None:
-        """Take the server's tensors, if a worker has loaded any."""
+        """Pull the server's tensors, if a worker has loaded any."""
         into = torch.empty(self._bytes, dtype=torch.uint8)
         waiting = [
             self._endpoint.request(
@@ -161,7 +161,7 @@ class RemoteBuffers:
         self.pull_mixed()
 
     def pull_mixed(self) -> None:
-        """Take buffers as they were mixed since the last load."""
+        """Pull the buffers as mixed since the last load."""
         if not (self._floats or self._counters):
             return
         into = self._flat()
@@ -174,7 +174,10 @@ class RemoteBuffers:
     # ---- buffers, in each step ----
 
     def mix(self, weight: float) -> None:
-        """Send BatchNorm statistics, to be mixed with those of all workers, and ask for the mixture."""
+        """Send BatchNorm statistics to the server, which mixes them with those of all workers.
+
+        `wait` gets the result.
+        """
         if not (self._floats or self._counters):
             return
         self._mixed = self._flat()
@@ -182,7 +185,7 @@ class RemoteBuffers:
         self._mixing = self._endpoint.request(message, self._mixed, self._mixed)
 
     def wait(self) -> None:
-        """Wait for mixed buffers, if they are under way, and write them into the model."""
+        """Wait for mixed buffers, if `mix` has requested them, and write them into the model."""
         if self._mixing is not None:
             reply = self._mixing.wait()
             assert isinstance(reply, Buffers), reply

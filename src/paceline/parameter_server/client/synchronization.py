@@ -30,7 +30,8 @@ from paceline.parameter_server.client.remote_state import (
 class Synchronizer:
     """Brings worker *rank* and the servers of a *partition* to one state.
 
-    *loads_untrained*: workers communicate through servers only, so all begin with rank 0's *buffers*.
+    *loads_untrained*: workers communicate through servers only, so all begin with rank 0's
+    *buffers*.
     """
 
     def __init__(
@@ -51,18 +52,18 @@ class Synchronizer:
         self.had_finished = False
         """Whether an earlier incarnation of this worker has done all of its steps."""
         self._loads = [0] * len(partition.endpoints)
-        """By server: its number of loads at its last reply."""
+        """By server: the number of loads in its last reply."""
 
     # ---- joining ----
 
     def join(self, training: Join) -> int:
-        """Join the training; the model then holds the servers' parameters. Returns `first_step`.
+        """Join the training, and pull the servers' parameters into the model. Returns `first_step`.
 
-        *training*: the description that all servers get; each also gets its number and its units.
+        *training* is the description for all servers; each also gets its number and its units.
         """
-        # The others may be at a barrier, at one server after the other. A joining worker visits the
-        # servers, and pulls from them, in reverse order. So no server holds it up before it reaches
-        # the one where the others wait for it.
+        # The other workers may be at a barrier, at one server after the other. A joining worker
+        # visits the servers, and pulls from them, in reverse order. So no server delays it before
+        # it reaches the one where the others wait for it.
         partition, empty = self._partition, list[int]()
         steps, own = [0], list[int]()
         for server in reversed(range(len(partition.endpoints))):
@@ -105,9 +106,12 @@ class Synchronizer:
         return step
 
     def _peek_at_barriers(self) -> None:
-        """A worker that comes back is waited for at a barrier once the server there has given
-        it something; and it is given nothing while others wait there. So it peeks there first,
-        if it pulls from elsewhere: what it pulls then is of after their barrier."""
+        """Pull a part from servers with barriers that this worker does not use otherwise.
+
+        A barrier waits for a returning worker once its server has sent it parameters, and the
+        server sends none while other workers wait there. So the worker peeks there first. Its later
+        pulls from other servers then have the state after the barrier.
+        """
         partition = self._partition
         for server in partition.barriers:
             if server not in partition.homes:
@@ -120,8 +124,10 @@ class Synchronizer:
                 self._loads[server] = reply.load
 
     def _pass_loads_under_way(self, step: int) -> None:
-        """Others may load just now: some servers are through with that then, and the rest
-        wait for this worker, too."""
+        """Take part in a load that other workers have begun.
+
+        Some servers may have completed that load, and the others wait for this worker, too.
+        """
         while True:
             most = max(self._loads)
             behind = [s for s in self._partition.barriers if self._loads[s] < most]
@@ -134,9 +140,11 @@ class Synchronizer:
     # ---- barriers and loads ----
 
     def barrier(self, step: int) -> bool:
-        """Wait for all that train: then each has the replies to what it sent. *step*: this
-        worker's next one, 0 before the first. Returns whether this is the lowest rank of those
-        who came. Collective over them."""
+        """Wait for all workers that train: then each has the replies to its messages.
+
+        *step* is this worker's next one, 0 before the first. Returns whether this is the lowest
+        rank at the barrier. Collective over active workers.
+        """
         servers = self._partition.barriers
         enter = EnterBarrier(kind="meet", step=step)
         passed = dict(self._pass_barriers(servers, enter))
@@ -145,10 +153,10 @@ class Synchronizer:
     def load(
         self, state: dict[torch.Tensor, dict[str, Any]] | None, untrained: bool
     ) -> None:
-        """Give the lowest active rank's loads to the servers and all workers. Collective over the active workers.
+        """Give the lowest active rank's state to the servers and all workers.
 
-        Loaded are the model's parameters since the last step, the optimizer's *state* unless it stays, and the
-        *untrained* tensors.
+        Loads the model's parameters since the last step, the optimizer's *state* unless it is None,
+        and the *untrained* tensors. Collective over the active workers.
         """
         partition = self._partition
         enter = EnterBarrier(kind="load", brings=True)
@@ -164,9 +172,11 @@ class Synchronizer:
     def _pass_barriers(
         self, servers: Collection[int], enter: EnterBarrier
     ) -> Iterator[tuple[int, bool]]:
-        """Enter the barriers of these servers. Yields each server when all workers have arrived there, and whether
-        this worker sends the loaded state. All workers come to the servers in the same order, so one that waits has
-        done its part at those before.
+        """Enter the barriers of these servers.
+
+        Yields each server when all workers have arrived there, and whether this worker sends the
+        loaded state. All workers visit the servers in the same order, so a waiting worker has done
+        its part at the servers before.
         """
         endpoints = self._partition.endpoints
         waiting = [(server, endpoints[server].request(enter)) for server in servers]
@@ -185,8 +195,10 @@ class Synchronizer:
         state: dict[torch.Tensor, dict[str, Any]] | None,
         untrained: bool,
     ) -> None:
-        """Send these servers what all go on from. It takes effect with the parameters, which
-        come last."""
+        """Send these servers the state from which all workers continue.
+
+        It takes effect with the parameters, which come last.
+        """
         partition = self._partition
         if untrained:
             self._buffers.load(servers)
@@ -210,12 +222,12 @@ class Synchronizer:
     # ---- pulls ----
 
     def pull_model(self, step: int = 0) -> None:
-        """The servers' parameters become the model's; those of *step*, or newer ones."""
+        """Pull the servers' parameters, of *step* or newer, into the model."""
         self.pull(self._partition.pulled(), step)
         self._partition.write_model()
 
     def pull(self, parts: Sequence[BucketPart], step: int = 0) -> None:
-        """Pull *parts*, as of *step* or later, and do not write them into the model yet."""
+        """Pull *parts*, of *step* or newer, without writing them into the model."""
         waiting = [self._request(part, step) for part in parts]
         replies = [pending_reply.wait() for pending_reply in waiting]
         for part, reply in zip(parts, replies, strict=True):
@@ -226,8 +238,10 @@ class Synchronizer:
             self._partition.note_sequence(part, reply.sequence)
 
     def peek(self) -> None:
-        """The servers' parameters are written into the model, and what this worker holds, as
-        servers know it, stays."""
+        """Write the servers' parameters into the model, but keep the received ones.
+
+        So this worker still holds the parameters that servers expect it to hold.
+        """
         partition = self._partition
         held = partition.received
         partition.received = [stand_alike(torch.empty_like(h), h) for h in held]
@@ -240,19 +254,23 @@ class Synchronizer:
             partition.received = held
 
     def restore(self) -> None:
-        """Pull everything: what the script has written is not wanted."""
+        """Pull everything, and so discard values that the script has written."""
         self.pull_model()
         self._buffers.pull()
 
     def pull_final(self) -> None:
-        """Pull the final state. All workers are done, and this one has left, maybe before the others."""
+        """Pull the final state, after all workers are done.
+
+        This worker may have left before the others.
+        """
         before = max(self._loads)
         self.pull_model()
-        if max(self._loads) > before:  # workers that trained longer have loaded
+        # Workers that trained longer have loaded.
+        if max(self._loads) > before:
             self._buffers.pull()
 
     def _request(self, part: BucketPart, step: int, peek: bool = False) -> PendingReply:
-        """Pull a part of a bucket as of *step*, or later. *peek*: see `Pull`."""
+        """Pull a part of a bucket, of *step* or newer. *peek*: see `Pull`."""
         pull = Pull(bucket=part.bucket, step=step, peek=peek)
         into = self._partition.received_part(part)
         return self._partition.endpoint(part).request(pull, into=into)

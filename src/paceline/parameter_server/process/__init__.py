@@ -1,12 +1,12 @@
-"""Server processes: start, watch, snapshot and end them.
+"""Starts, monitors, snapshots and ends server processes.
 
 - `host`: a server process: one loop, one port, and the services of all its trainings; start here.
-- `services`: the kinds of services, one row each, and what makes one.
+- `services`: the kinds of services, one row each, and their factories.
 - `__main__`: a server process that a worker or a supervisor starts.
 - `control`: lines between such a process and its parent.
-- `serve`: what ``paceline serve`` does.
-- `monitors`: look at the traffic of a service, and take silent workers for lost.
-- `surviving`, `snapshot`: servers that come back, and the file that they come back from.
-- `metrics`: counts for Prometheus.
+- `serve`: the implementation of ``paceline serve``.
+- `monitors`: observe the traffic of a service, and evict silent workers.
+- `surviving`, `snapshot`: servers that restart, and the file from which they continue.
+- `metrics`: counters for Prometheus.
 - `logs`: log lines of these processes.
 """

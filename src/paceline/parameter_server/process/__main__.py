@@ -1,17 +1,19 @@
-"""``python -m paceline.parameter_server.process``: a server process, started by a worker or a supervisor.
+"""Runs a server process that a worker or a supervisor has started.
 
-Its first line of input is the job's token, so that no process list shows it. It prints its address, or
-the reason why it does not listen. It serves until its input ends: the job is complete, or its parent has
-ended. Later lines both ways are JSON (see `control`).
+Usage: ``python -m paceline.parameter_server.process``.
 
-A worker's own process, *described*, serves all trainings of the worker's script, and all services whose
-place is here, as workers describe them.
+Its first line of input is the job's token, so that no process list shows it. It prints its address,
+or the reason why it does not listen. It serves until its input ends: the job is complete, or its
+parent has ended. Later lines in both directions are JSON (see `control`).
 
-A *supervised* process serves one training. Its supervisor says which workers are done or were lost to
-another server, and the addresses of this server's peers. The process reports the step with which it
-continues, the workers that it takes for lost, and whether it has the model. After all workers have said
-goodbye it ends when one of them begins another training. Of several group servers each learns its
-number. One that *enters* copies the model from its peers, and replies to no worker until then.
+A worker's own process, *described*, serves all trainings of the worker's script, and all services
+whose place is here, as workers describe them.
+
+A *supervised* process serves one training. Its supervisor reports which workers are done or were
+lost to another server, and the addresses of this server's peers. The process reports the step with
+which it continues, the workers that it evicts, and whether it has the model. After all workers have
+said goodbye it ends when one of them begins another training. Each of several group servers gets
+its number. One that *enters* copies the model from its peers, and replies to no worker until then.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ class Supervised:
     """The one service of a supervised process."""
 
     def __init__(self, arguments: argparse.Namespace, host: ServerHost) -> None:
-        """Raises `UsageError` for a snapshot that is of another job."""
+        """Make the service. Raises `UsageError` for a snapshot of another job."""
         self._number: int = arguments.number
         description = None
         if arguments.groups:
@@ -124,12 +126,12 @@ class Supervised:
         )
 
     def finish(self) -> None:
-        """Wait until a snapshot that is being written is there."""
+        """Wait until a snapshot that is being written is complete."""
         if self._snapshots is not None:
             self._snapshots.finish()
 
     def _judges(self, worker: int) -> bool:
-        """Whether it is this server that the worker pushes to."""
+        """Return whether the worker pushes to this server."""
         if isinstance(self._service, GroupServer):
             discipline = self._service.local.discipline
             if discipline is not None:
@@ -199,7 +201,7 @@ def _say(words: Listening | LineFromServer) -> None:
 
 
 def _first_line(descriptor: int) -> str:
-    """Read no further: the rest is watched by its descriptor."""
+    """Read the first line and no further: the loop reads the rest."""
     line = b""
     while not line.endswith(b"\n"):
         byte = os.read(descriptor, 1)
@@ -213,5 +215,6 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Everything is closed. A normal exit would take 0.7 s of a core to unload torch, and the job would wait for it.
+    # Everything is closed. A normal exit would take 0.7 s of a core to unload torch, and the job
+    # would wait for it.
     os._exit(status)

@@ -18,14 +18,17 @@ class WorkerFinished(msgspec.Struct, tag="finished", kw_only=True):
 
 
 class WorkerLost(msgspec.Struct, tag="lost", kw_only=True):
-    """Another server of the job has taken this incarnation of *worker* for lost."""
+    """Another server of the job has evicted this incarnation of *worker*."""
 
     worker: int
     incarnation: int
 
 
 class Listening(msgspec.Struct, tag="listening", kw_only=True):
-    """A server listens at *port*, and goes on with *step*; or, with *fault*, why it does not."""
+    """A server listens at *port* and continues with *step*.
+
+    If it does not listen, *fault* is the reason.
+    """
 
     port: int = 0
     step: int = 0
@@ -33,20 +36,25 @@ class Listening(msgspec.Struct, tag="listening", kw_only=True):
 
 
 class WorkerEvicted(msgspec.Struct, tag="evicted", kw_only=True):
-    """A server has taken this incarnation of *worker* for lost: nothing is heard of it."""
+    """A server has evicted this incarnation of *worker*, which was silent for too long."""
 
     worker: int
     incarnation: int
 
 
 class TrainingOver(msgspec.Struct, tag="over", kw_only=True):
-    """All workers have said goodbye to a server; it holds what they have trained until its input
-    ends, for another incarnation of one of them."""
+    """All workers have said goodbye to a server.
+
+    It keeps the trained model until its input ends, for another incarnation of a worker.
+    """
 
 
 class HoldsModel(msgspec.Struct, tag="holds", kw_only=True):
-    """Whether a group server holds the model. It *holds* it once it has taken over what its peers
-    hold. It does so no more when its group has no workers: its peers pass on nothing to it then."""
+    """Whether a group server has the model.
+
+    It *holds* the model once it has taken over its peers' state. It no longer does when its group
+    has no workers, because its peers then send it no updates.
+    """
 
     holds: bool
 

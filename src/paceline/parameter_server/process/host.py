@@ -1,17 +1,15 @@
-"""A server process: one loop, one port, and the services of all its trainings.
+"""Runs a server process: one loop, one port, and the services of all its trainings.
 
-Theory of operation
--------------------
-`ServerHost` takes events from its `ServerListener`, and from each service's connections to its peers. It
-hands each event to its service and to the service's monitors, and sends what the service returns. All of
-this runs on one thread, so services need no locks.
+`ServerHost` takes events from its `ServerListener`, and from each service's connections to its
+peers. It passes each event to its service and to the service's monitors, and sends the service's
+replies. All of this runs on one thread, so services need no locks.
 
-A service exists from the start (`ServerHost.add`), or workers open it: the first one sends a description
-(`Describe`), and the others must send the same. Requests of other services, which may have been described
-before, wait until then.
+A service exists from the start (`ServerHost.add`), or workers open it: the first one sends a
+description (`Describe`), and the others must send the same. Requests of other services, which may
+have been described before, wait until then.
 
-A service ends with its training, and releases everything: parameters and descriptors. `ServerHost.serve`
-yields news for the process's parent.
+A service ends with its training, and releases everything: parameters and descriptors.
+`ServerHost.serve` yields events for the process's parent.
 """
 
 from __future__ import annotations
@@ -57,7 +55,7 @@ Until = Literal["deserted", "departed", "replaced"]
 
 
 class ServiceEnded(NamedTuple):
-    """Service *key* has ended; *well*: all workers have said goodbye at the end of their training."""
+    """Service *key* has ended; *well*: all workers said goodbye at the end of their training."""
 
     key: ServiceKey
     well: bool
@@ -69,8 +67,8 @@ News = control.WorkerEvicted | control.HoldsModel | control.TrainingOver | Servi
 class HostedService:
     """One service of a process: its state machine, its workers' attendance and its peers.
 
-    *monitored* is None until a worker has said what it is to be; *early*: what other services have
-    asked until then.
+    *monitored* is None until a worker has described the service. *early* has requests that other
+    services have sent before that.
     """
 
     def __init__(
@@ -85,7 +83,8 @@ class HostedService:
         self.monitored: MonitoredService | None = None
         self.early: list[RequestArrived] = []
         self.description: Describe | None = None
-        """Its description without its peers' addresses, which workers on other machines may write differently."""
+        """Its description without its peers' addresses, which workers on other machines may write
+        differently."""
         self.incarnation = 0
         """Number of earlier starts of this service; its peers learn it."""
         self.holds_model: bool | None = None
@@ -99,14 +98,14 @@ class HostedService:
 
     @property
     def is_ending(self) -> bool:
-        """Whether its training is over for a worker: the others are about to end it."""
+        """Whether a worker has ended its training: the others are about to do so."""
         service = self.service
         is_over = service is not None and service.is_over()
         return is_over or self.attendance.some_have_departed
 
     @property
     def is_over(self) -> bool:
-        """Whether no worker needs it any more."""
+        """Whether no worker needs the service any more."""
         attendance = self.attendance
         if self.until == "replaced":
             return attendance.all_have_departed and attendance.another_is_wanted
@@ -115,7 +114,7 @@ class HostedService:
 
     @property
     def deserted_from(self) -> float:
-        """When it ends because those that came are gone; infinite where it does not."""
+        """When the service ends because its workers have left; infinite: never."""
         return self.attendance.deserted_from if self.until == "deserted" else math.inf
 
 
@@ -139,12 +138,12 @@ class ServerHost:
         """Serve *service*.
 
         Args:
-            service: What is to be served.
-            monitors: See its events and replies.
+            service: The state machine to serve.
+            monitors: Observe its events and replies.
             until: When it ends.
-            description: Which of several services it is. It may ask the others before it is told where
-                they are.
-            incarnation: How often it was started before.
+            description: Identifies it among several services. It may send requests to the others
+                before it gets their addresses.
+            incarnation: Number of its earlier starts.
         """
         number = 0 if description is None else description.number
         names = [] if description is None else description.services
@@ -156,16 +155,17 @@ class ServerHost:
         return hosted
 
     def serve(self, control: int | None = None) -> Iterator[News]:
-        """Serve, and yield news for the process's parent.
+        """Serve, and yield events for the process's parent.
 
-        It ends once its services have; where workers open services, only with *control*. That is a descriptor
-        of lines (see `control`). At its end services end at once, except those whose
-        training is over for somebody: these have up to `Timeouts.last_requests`, since a worker that was done
-        first may end the process while others still take the final state.
+        It ends once its services have; if workers open services, only with *control*. That is a
+        descriptor of lines (see `control`). When it ends, services end at once, with one exception.
+        Services whose training is over for some worker have up to `Timeouts.last_requests`: a
+        worker that was done first may end the process while other workers still pull the final
+        state.
 
         Raises:
-            Exception: What a service that was added raises. The fault of a service that workers have
-                opened is logged, and ends that service.
+            Exception: The error of a service that was added. The error of a service that workers
+                have opened is logged, and ends that service.
         """
         self.listener.watch_control(control)
         closing = math.inf
@@ -185,7 +185,7 @@ class ServerHost:
                 self._end(key)
 
     def close(self) -> None:
-        """Let go of all services, and of the listener."""
+        """Release all services, and the listener."""
         for key in list(self.services):
             self._end(key)
         self.listener.close()
@@ -198,7 +198,7 @@ class ServerHost:
         return bool(self.services) or self.listener.welcomes_any
 
     def _patience(self, closing: float) -> float:
-        """Seconds until something is to be done though nothing happens."""
+        """Return the seconds until the next deadline."""
         moments = [closing]
         for hosted in self.services.values():
             moments.append(hosted.deserted_from)
@@ -208,11 +208,12 @@ class ServerHost:
         return min(moments) - time.monotonic()
 
     def _turn(self, seconds: float) -> bool:
-        """Wait for what happens next, and handle it. Returns whether this process is to end."""
+        """Wait for events and handle them. Returns whether this process must end."""
         ends = False
         events = self.listener.poll(seconds)
         for key, attendance in self.listener.attendances.items():
-            if key not in self.services:  # opened by a worker
+            # A worker has opened it.
+            if key not in self.services:
                 self._host(key, attendance, "deserted")
         for event in events:
             if isinstance(event, ControlEnded):
@@ -229,7 +230,7 @@ class ServerHost:
         return ends
 
     def _attend(self, hosted: HostedService) -> None:
-        """Whatever is due, and was not asked for by a worker."""
+        """Do all work of a service that is due without a worker's request."""
         monitored, attendance = hosted.monitored, hosted.attendance
         if monitored is not None:
             now, deadline = time.monotonic(), monitored.next_deadline()
@@ -292,7 +293,7 @@ class ServerHost:
 
     @contextlib.contextmanager
     def _faults_of(self, hosted: HostedService) -> Iterator[None]:
-        """A fault of a service that workers have opened ends it alone: they lose it."""
+        """Let an error of a service that workers have opened end only that service."""
         try:
             yield
         except Exception:
@@ -337,7 +338,7 @@ class ServerHost:
         self._send(hosted, [Reply(event.sender, Rejected(reason=reason))])
 
     def _on_line(self, line: bytes) -> None:
-        """The parent says something of its one service."""
+        """Handle a line of the parent about its one service."""
         words = msgspec.json.decode(line, type=control.LineToServer)
         (hosted,) = self.services.values()
         if isinstance(words, Describe):
@@ -373,8 +374,10 @@ class ServerHost:
     def _check_description(
         self, hosted: HostedService, event: RequestArrived, description: Describe
     ) -> bool:
-        """Returns whether this is the first one. Raises `UsageError` for one that differs from the
-        first."""
+        """Return whether this is the first description.
+
+        Raises `UsageError` if it differs from the first.
+        """
         worker = event.sender.worker
         if worker >= self.listener.workers:
             raise UsageError("describe: only workers describe their servers")
@@ -390,7 +393,7 @@ class ServerHost:
         return False
 
     def _meet(self, hosted: HostedService, description: Describe) -> None:
-        """Connect to its peers, whose services have the numbers of their names."""
+        """Connect to the service's peers, whose numbers are the positions of their names."""
 
         def route(name: str, address: PeerAddress) -> Route:
             number = description.services.index(name)

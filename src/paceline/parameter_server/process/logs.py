@@ -1,8 +1,8 @@
 """Log lines of paceline's own processes.
 
 Modules log to ``logging.getLogger(__name__)``. A script that uses paceline as a library sees
-warnings as Python shows those of any library, and configures them as it likes. Processes that are
-paceline's own, such as ``paceline serve``, call `log_to_stderr`.
+warnings as Python shows those of any library, and configures them itself. Paceline's own processes,
+such as ``paceline serve``, call `log_to_stderr`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _PREFIX = "paceline: "
 
 
 class _StderrHandler(logging.Handler):
-    """Write each record to what `sys.stderr` is at that moment."""
+    """Writes each record to the present `sys.stderr`."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
@@ -25,9 +25,9 @@ class _StderrHandler(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """Write what paceline logs in this process to standard error, each line after ``paceline:``.
+    """Write paceline's log in this process to standard error, each line after ``paceline:``.
 
-    Calling it again changes nothing.
+    A second call changes nothing.
     """
     logger = logging.getLogger("paceline")
     logger.setLevel(logging.INFO)

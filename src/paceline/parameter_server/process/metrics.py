@@ -1,10 +1,10 @@
-"""A server's counters for Prometheus: ``paceline serve --metrics HOST:PORT``.
+"""Serves a server's counters to Prometheus: ``paceline serve --metrics HOST:PORT``.
 
-`serve_metrics` starts prometheus_client's own HTTP server on threads of this process. Figures are read
-when a client asks, so an unused server spends nothing. Each figure is one consistent value; two figures
-may be of different moments. Whoever reaches the address may read figures, and each open connection
-holds a thread. So the address is loopback unless another one is named. Figures contain nothing of the
-model.
+`serve_metrics` starts prometheus_client's own HTTP server on threads of this process. Values are
+read when a client asks, so they cost nothing without a client. Each value is consistent; two values
+may be of different instants. Every process that reaches the address may read them, and each open
+connection holds a thread. So the address is loopback unless another one is named. They contain
+nothing of the model.
 
 Needs `prometheus_client`, an extra: ``pip install -e .[prometheus]``.
 """
@@ -31,15 +31,15 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Figures:
-    """What a server has to say at one moment.
+    """The metrics of a server at one instant.
 
     Bytes and requests are those of all trainings of the process.
 
     Attributes:
         steps: By worker that trains, the number of its next step.
-        counts: What the state machine has counted, such as "gradients applied".
-        requests: By kind.
-        refused: By reason, what the listener has refused.
+        counts: Counts of the state machine, such as "gradients applied".
+        requests: Number of requests by kind.
+        refused: Number of messages that the listener has refused, by reason.
         snapshot_age: Seconds (None: there is no snapshot).
     """
 
@@ -55,14 +55,15 @@ class Figures:
 
 
 def figures_of(host: ServerHost, snapshot: Path | None = None) -> Figures:
-    """Of a server process, and of the last service that holds parameters; from any thread.
+    """Return the metrics of a server process, and of its last service with parameters.
 
-    *snapshot*: the file where that keeps them.
+    Any thread may call this. *snapshot* is the file of that service's snapshot.
     """
     listener, services = host.listener, list(host.services.values())
     holders = [one for one in map(_parameters_of, services) if one is not None]
     age = None
-    with contextlib.suppress(OSError):  # there may be no snapshot yet
+    # There may be no snapshot yet.
+    with contextlib.suppress(OSError):
         if snapshot is not None:
             age = time.time() - snapshot.stat().st_mtime
     here = [one.attendance.workers_present for one in services]
@@ -80,7 +81,7 @@ def figures_of(host: ServerHost, snapshot: Path | None = None) -> Figures:
 
 
 def _parameters_of(hosted: HostedService) -> ParameterServer | None:
-    """What holds parameters in a service, if anything does."""
+    """Return the part of a service that holds parameters; None without one."""
     service = hosted.service
     if isinstance(service, GroupServer):
         service = service.local
@@ -91,14 +92,14 @@ def _parameters_of(hosted: HostedService) -> ParameterServer | None:
 def serve_metrics(
     address: str, figures: Callable[[], Figures | None]
 ) -> Iterator[tuple[str, int]]:
-    """Tell whoever asks at *address* what *figures* says then, until the block ends.
+    """Serve the result of *figures* at *address* until the block ends.
 
     Args:
         address: HOST:PORT, or PORT alone for loopback; port 0 is a free one.
-        figures: Called on a thread for each question; None: no training is served just now.
+        figures: Called on a thread for each request; None: no training is served just now.
 
     Yields:
-        The host and the port that it listens at.
+        The host and the port at which it listens.
 
     Raises:
         UsageError: `prometheus_client` is missing, or it cannot listen at *address*.
@@ -137,7 +138,7 @@ class _Collector:
         self._figures = figures
 
     def describe(self) -> Iterator[Metric]:
-        """Empty: registering reads no figures."""
+        """Return nothing: registration reads no values."""
         return iter(())
 
     def collect(self) -> Iterator[Metric]:

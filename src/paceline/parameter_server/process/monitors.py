@@ -1,8 +1,8 @@
-"""Monitors of a service's traffic, which find lost workers whose connections still stand.
+"""Monitors a service's traffic, to find lost workers whose connections are still open.
 
-`MonitoredService` shows a service's events and outputs to its monitors, in one place. `SilenceMonitor`
-takes silent workers for lost, `MissingWorkerMonitor` names workers that others wait for, and
-`snapshot.Snapshotter` writes snapshots.
+`MonitoredService` passes a service's events and outputs to its monitors, in one place.
+`SilenceMonitor` evicts silent workers, `MissingWorkerMonitor` names workers that other workers wait
+for, and `snapshot.Snapshotter` writes snapshots.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ ServiceEvent = RequestArrived | WorkerLost | PeerEvent | WorkerFinished
 
 
 class SilentWorker(NamedTuple):
-    """A worker that is taken for lost: nothing was heard of this incarnation for *seconds*."""
+    """A worker to evict: this incarnation has sent nothing for *seconds*."""
 
     worker: int
     incarnation: int
@@ -49,28 +49,28 @@ class SilentWorker(NamedTuple):
 
 
 class Monitor:
-    """Looks at what a service does. It changes nothing, but may say that workers are lost."""
+    """Observes a service. It changes nothing, but may report lost workers."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
-        """The service has handled a request. What it has sent is seen next."""
+        """Observe a request that the service has handled. Its replies follow."""
 
     def on_worker_lost(self, worker: int, incarnation: int, now: float) -> None:
-        """The service knows that a worker is lost."""
+        """Observe the loss of a worker, which the service has handled."""
 
     def on_reply(self, reply: Reply, now: float) -> None:
-        """The service sends a reply, whatever event has caused it."""
+        """Observe a reply of the service, whatever event has caused it."""
 
     def next_deadline(self) -> float | None:
-        """When `on_timer` is to be called, if nothing happens before."""
+        """Return when `on_timer` must be called, if no event comes before."""
         return None
 
     def on_timer(self, now: float) -> Sequence[SilentWorker]:
-        """The deadline has passed. Returns workers that the service is to take for lost."""
+        """Handle the deadline. Returns workers that the service must evict."""
         return ()
 
 
 class MonitoredService:
-    """*service*, whose requests, losses and replies *monitors* see."""
+    """*service*, with *monitors* that observe its requests, losses and replies."""
 
     def __init__(self, service: Service, monitors: Sequence[Monitor] = ()) -> None:
         self.service = service
@@ -78,7 +78,7 @@ class MonitoredService:
         self._evicted: list[SilentWorker] = []
 
     def handle(self, event: ServiceEvent, now: float) -> Outputs:
-        """Show an event to the service, then to the monitors. Returns what is to be sent."""
+        """Pass an event to the service, then to the monitors. Returns the messages to send."""
         service = self.service
         match event:
             case RequestArrived(_, sender, message, payload):
@@ -99,13 +99,13 @@ class MonitoredService:
         return self._observed(outputs, now)
 
     def next_deadline(self) -> float | None:
-        """When `on_timer` is to be called, if nothing happens before."""
+        """Return when `on_timer` must be called, if no event comes before."""
         deadlines = [self.service.next_deadline()]
         deadlines += [monitor.next_deadline() for monitor in self._monitors]
         return min((d for d in deadlines if d is not None), default=None)
 
     def on_timer(self, now: float) -> Outputs:
-        """The service's deadline comes first: monitors ring once what it sends has left."""
+        """Handle the service's deadline, then the monitors', once the service's messages have left."""
         if _is_due(self.service, now):
             return self._observed(self.service.on_timer(now), now)
         outputs: list[Reply | Ask] = []
@@ -116,7 +116,7 @@ class MonitoredService:
         return self._observed(outputs, now)
 
     def take_evicted(self) -> list[SilentWorker]:
-        """Workers that a monitor has taken for lost since this was last called."""
+        """Return workers that a monitor has evicted since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -149,7 +149,7 @@ LOOKS = 20
 
 @dataclass
 class _Heard:
-    """What was heard of one worker."""
+    """The traffic of one worker."""
 
     incarnation: int
     last: float
@@ -163,23 +163,23 @@ class _Heard:
 
 
 class SilenceMonitor(Monitor):
-    """Takes a worker for lost whose connection stands but of which nothing is heard: its process is
-    stopped, or hangs.
+    """Evicts a silent worker whose connection is open: its process is stopped, or hangs.
 
-    A worker's silence begins with its last message, or with the last reply to it. A worker
-    that a reply is owed to waits for others, and is not silent. Allowed are *least* seconds,
-    or `SILENT_STEPS` times the median of all workers' recent steps if that is longer; before a
-    worker's first step, `FIRST_STEP` times as much. Workers send a `KeepAlive` with each forward
-    pass, so that an evaluation is no silence. A worker that is out of data keeps nobody
-    waiting, and may be silent.
+    *Silence.* A worker's silence begins with its last message, or with the last reply to it. A
+    worker that waits for a reply is not silent. The limit is *least* seconds, or `SILENT_STEPS`
+    times the median of all workers' recent steps if that is longer. Before a worker's first step it
+    is `FIRST_STEP` times as much. Workers send a `KeepAlive` with each forward pass, so that an
+    evaluation is no silence. A worker that is out of data delays no other worker, and may be
+    silent.
 
-    The monitor asks to be called every now and then (`LOOKS`). If it was not for twice as long,
-    the time in between is nobody's silence: the process was stopped, say, or copied a large
-    model. Then nobody is lost before there was time to read what has come meanwhile.
+    *Interruptions.* The monitor must be called regularly (`LOOKS`). If it was not called for twice
+    as long, the time in between counts as no worker's silence: this process was stopped, say, or
+    copied a large model. So it evicts no worker before there was time to read the messages that
+    came meanwhile.
 
-    *judges* is False of a worker that another server judges: it may wait there, and be silent
-    here. Example: a worker waits at its group's server for the others of its group; servers of
-    other groups hear nothing of it meanwhile.
+    *judges* is False for a worker that another server judges: it may wait there, and be silent
+    here. Example: a worker waits at its group's server for the other workers of its group; servers
+    of other groups get no message of it meanwhile.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class SilenceMonitor(Monitor):
         self._awake = 0.0
         """Since when it has been called as often as required."""
         self._excused = 0.0
-        """When the silence of workers that others judge was last reset."""
+        """When the silence of workers that other servers judge was last reset."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
         self._look_up(now)
@@ -223,9 +223,10 @@ class SilenceMonitor(Monitor):
             del self._heard[worker]
 
     def on_reply(self, reply: Reply, now: float) -> None:
-        """Until now its worker was waiting for it."""
+        """Note the reply, for which its worker has waited until now."""
         to = reply.to
-        if isinstance(reply.message, Joined):  # it may come long after the request
+        # It may come long after the request.
+        if isinstance(reply.message, Joined):
             self._heard[to.worker] = _Heard(to.incarnation, now)
         heard = self._heard_of(to)
         if heard is not None:
@@ -240,7 +241,8 @@ class SilenceMonitor(Monitor):
 
     def on_timer(self, now: float) -> Sequence[SilentWorker]:
         self._look_up(now)
-        # Only here: a `next_deadline` in between may be too early, which costs little.
+        # Update the limit only here: a `next_deadline` in between may be too early, which costs
+        # little.
         self._limit = self._least
         if self._durations:
             usual = statistics.median(self._durations)
@@ -284,10 +286,10 @@ class SilenceMonitor(Monitor):
 
 
 class MissingWorkerMonitor(Monitor):
-    """Names missing workers while others wait for them: perhaps they were never started.
+    """Names missing workers while other workers wait for them: perhaps they were never started.
 
-    First after *seconds*, then less and less often. *missing* returns workers that are to come, or
-    to come back.
+    It logs first after *seconds*, then less and less often. *missing* returns workers that must
+    still come, or come back.
     """
 
     def __init__(
@@ -311,7 +313,8 @@ class MissingWorkerMonitor(Monitor):
 
     def on_timer(self, now: float) -> Sequence[SilentWorker]:
         missing = self._missing()
-        if not missing:  # the worker has finished, which sends no message
+        # The worker has finished, which sends no message.
+        if not missing:
             self._due = None
             return ()
         self._seconds *= 2

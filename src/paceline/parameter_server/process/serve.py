@@ -1,7 +1,8 @@
-"""``paceline serve``: trainings of any job, on one address.
+"""Implements ``paceline serve``: trainings of any job, on one address.
 
-One socket listens for all of them. If it were bound anew for each training, any user of the machine
-could take the port in between, and the next training's workers would show the token to that process.
+One socket listens for all of them. If each training bound a new socket, any user of the machine
+could take the port in between. The next training's workers would then show the token to that
+process.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ def serve(
     """Serve trainings of any kind, each of which ends with its first worker that dies.
 
     Args:
-        workers: How many each training has.
+        workers: Number of workers of each training.
         bind: An address of this machine.
-        port: Where workers' messages come; 0: a free port.
-        liveness_port: Where liveness connections come; None: the port after *port*, or where that is 0
-            a free one, too.
-        metrics: HOST:PORT where figures are told to Prometheus; None: nowhere.
+        port: The port for workers' messages; 0: a free port.
+        liveness_port: The port for liveness connections; None: the port after *port*, or a free one
+            if that is 0.
+        metrics: HOST:PORT of metrics for Prometheus; None: no metrics.
         once: Serve a single training; then `SystemExit` says whether it ended well.
 
     Raises:
-        UsageError: It cannot listen, *metrics* cannot be told there, or the token is too short.
+        UsageError: It cannot listen at one of the addresses, or the token is too short.
     """
     token = dedicated_token()
     made = token is None
@@ -68,7 +69,8 @@ def serve(
         host = ServerHost(listener)
         stack.callback(host.close)
         log.info("serving at %s:%d", bind, listener.port)
-        if made:  # print it once a server accepts it
+        # Print it once a server accepts it.
+        if made:
             print(f"export {TOKEN}={token}", flush=True)
         well = True
         for news in host.serve():
@@ -96,15 +98,17 @@ def serve_surviving(
     snapshot_seconds: float = 30.0,
     evict_silent: float = 60.0,
 ) -> None:
-    """Serve trainings that survive deaths, one after the other: see `SurvivingJob`. What `serve` has not:
+    """Serve trainings that survive deaths, one after the other: see `SurvivingJob`.
+
+    Arguments that `serve` does not have:
 
     Args:
-        snapshot: The file where what is trained is kept; None: nowhere.
-        snapshot_seconds: How often.
-        evict_silent: A worker that is silent for so many seconds is taken for lost.
+        snapshot: The file of snapshots; None: no snapshots.
+        snapshot_seconds: Seconds between two snapshots.
+        evict_silent: A worker that is silent for so many seconds is evicted.
 
     Raises:
-        UsageError: There is no token, or another server keeps its snapshot there.
+        UsageError: There is no token, or another server writes its snapshot to that file.
         SystemExit: A signal has ended it, or *once*, and the training has not ended well.
     """
     token = dedicated_token()
@@ -145,8 +149,10 @@ def serve_surviving(
 
 
 def _survive_one(job: SurvivingJob) -> bool:
-    """One training, until all its workers have said goodbye; returns whether it has ended
-    well. Raises `SystemExit` where a signal has ended it."""
+    """Serve one training until all its workers have said goodbye; return whether it ended well.
+
+    Raises `SystemExit` if a signal has ended it.
+    """
     with _told_to_end() as (stop, told):
         for _ in job.run(stop):
             pass
@@ -170,7 +176,7 @@ def _tell_metrics(
     address: str | None,
     figures: Callable[[], Figures | None],
 ) -> None:
-    """Until the end of *stack*; where there is an address."""
+    """Serve metrics until the end of *stack*, if there is an address."""
     if address is not None:
         host, port = stack.enter_context(serve_metrics(address, figures))
         log.info("figures for Prometheus at http://%s:%d/metrics", host, port)
@@ -178,8 +184,10 @@ def _tell_metrics(
 
 @contextlib.contextmanager
 def _told_to_end() -> Iterator[tuple[int, list[int]]]:
-    """A descriptor that is at its end once a signal has come: so a server ends between two
-    messages, and what it keeps then is whole. And the signals that came."""
+    """Yield a descriptor that reaches its end once a signal arrives, and the signals so far.
+
+    So a server ends between two messages, and its snapshot is consistent.
+    """
     told: list[int] = []
     read, write = os.pipe()
     heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -204,7 +212,7 @@ def _told_to_end() -> Iterator[tuple[int, list[int]]]:
 
 
 def _beginning(job: SurvivingJob) -> str:
-    """What is to be known of a server that begins, or goes on."""
+    """Return the log line of a server that begins, or continues."""
     if job.step:
         return f"the job goes on from {job.path}: step {job.step}"
     if job.path is None:
@@ -213,7 +221,7 @@ def _beginning(job: SurvivingJob) -> str:
 
 
 def _say_who_broke_off(job: SurvivingJob) -> None:
-    """Log which workers broke off: none is present any more, and none is expected back."""
+    """Log the workers that left their training; none is present, and none is expected back."""
     who = ", ".join(map(str, job.server.missing()))
     kept = "there is no snapshot of it (--snapshot FILE)"
     if job.path is not None and job.path.exists():

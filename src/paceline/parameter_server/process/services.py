@@ -1,7 +1,7 @@
-"""The kinds of services, one row each, and their factories.
+"""Lists the kinds of services, one row each, and their factories.
 
-A service is a state machine (`interfaces.server`). A `Describe` message names its kind. Only rows of
-`SERVICES` can be made, and nothing is imported by a name from outside.
+A service is a state machine (`interfaces.server`). A `Describe` message names its kind. Only rows
+of `SERVICES` can be made, and no name from outside is imported.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from paceline.spec import parse
 from paceline.transport import liveness
 
 MOST_SERVICES = 64
-"""Most servers of a job that communicate with each other."""
+"""The most servers of a job that communicate with each other."""
 
 Factory = Callable[[Describe, int, UpdatesOnServer | None], Service]
-"""Makes a service from its description, for so many workers. The method is the one whose updates it applies; None:
-the first worker names it."""
+"""Makes a service from its description, for so many workers. The method is the one whose updates it
+applies; None: the first worker names it."""
 
 
 def discipline_of(text: str, workers: int) -> Discipline:
-    """The discipline of the method that a spec names. Raises `UsageError`."""
+    """Return the discipline of the method that a spec names. Raises `UsageError`."""
     method, _ = methods.make(parse(text), set())
     if method.updates_on != "server":
         raise UsageError(f"method {text!r} needs no server: its workers update")
@@ -40,8 +40,10 @@ def discipline_of(text: str, workers: int) -> Discipline:
 
 
 def discipline_maker(method: UpdatesOnServer | None, workers: int) -> MakeDiscipline:
-    """Makes the disciplines of one server: *method*'s, or without one those of the method that
-    the first worker names."""
+    """Return a function that makes the disciplines of one server.
+
+    They are *method*'s, or without one those of the method that the first worker names.
+    """
 
     def make(spec: str) -> Discipline | None:
         if method is not None:
@@ -54,7 +56,7 @@ def discipline_maker(method: UpdatesOnServer | None, workers: int) -> MakeDiscip
 def make_parameter_server(
     workers: int, name: str, method: UpdatesOnServer | None = None
 ) -> ParameterServer:
-    """A parameter server; without a *method* the first worker names it."""
+    """Make a parameter server; without a *method* the first worker names it."""
     return ParameterServer(workers, discipline_maker(method, workers), name)
 
 
@@ -66,7 +68,7 @@ def make_group_server(
     incarnation: int = 0,
     enters: bool = False,
 ) -> GroupServer:
-    """The server of one group: see `GroupServer`."""
+    """Make the server of one group: see `GroupServer`."""
     local = LocalServer(
         description.number,
         workers,
@@ -94,7 +96,7 @@ SERVICES: dict[str, Factory] = {
 def make_service(
     description: Describe, workers: int, method: UpdatesOnServer | None = None
 ) -> Service:
-    """The service that is described. Raises `UsageError` for a description that makes no sense."""
+    """Make the described service. Raises `UsageError` for an invalid description."""
     names, number = description.services, description.number
     if description.kind not in SERVICES:
         raise UsageError(unknown("kind of service", description.kind, SERVICES))

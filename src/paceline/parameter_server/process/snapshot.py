@@ -1,11 +1,10 @@
-"""A server's parameters in a file, from which a restarted process continues.
+"""Writes a server's parameters to a file, from which a restarted process continues.
 
-The file
---------
-It has the result of `ParameterServer.snapshot` and a `format` key, as ``torch.save`` writes them: a zip
-file whose records have CRCs, which are compared before it is read. It is read with ``weights_only``, so
-a file cannot run code. It is written under another name, flushed to the disk, and renamed. So at every
-moment the name has a whole snapshot, the new one or the one before.
+*File format.* The file has the result of `ParameterServer.snapshot` and a `format` key, as
+``torch.save`` writes them: a zip file whose records have CRCs, which are compared before it is
+read. It is read with ``weights_only``, so a file cannot run code. It is written under another name,
+flushed to the disk, and renamed. So the name always has a whole snapshot, the new one or the one
+before.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SHARE = 100
 
 
 def unfinished(path: Path) -> Path:
-    """Where a snapshot is written before it is moved to its place."""
+    """Return the path of a snapshot while it is written."""
     return path.with_name(path.name + ".part")
 
 
@@ -52,8 +51,8 @@ def unfinished(path: Path) -> Path:
 def snapshot_lock(path: Path | None) -> Iterator[None]:
     """Hold the lock on the snapshot *path*, if its file system has locks.
 
-    Without it two jobs could continue from each other's parameters. The lock's file stays, so that all lock the
-    same one. Raises `UsageError` if another process holds it.
+    Without it two jobs could continue from each other's parameters. The lock's file stays, so that
+    all jobs lock the same one. Raises `UsageError` if another process holds it.
     """
     if path is None:
         yield
@@ -84,8 +83,7 @@ def snapshot_lock(path: Path | None) -> Iterator[None]:
 
 
 def write(path: Path, saved: dict[str, Any]) -> None:
-    """Put a snapshot where the one before it was. Raises `OSError`, and then the one before
-    is still there."""
+    """Replace the snapshot before. Raises `OSError`, and then the one before is still there."""
     part = unfinished(path)
     try:
         with part.open("wb") as stream:
@@ -108,7 +106,7 @@ def write(path: Path, saved: dict[str, Any]) -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """What `write` wrote. Raises `UsageError` for anything else."""
+    """Read a file of `write`. Raises `UsageError` for any other file."""
     try:
         # torch reads records without checking their CRCs.
         with zipfile.ZipFile(path) as file:
@@ -132,22 +130,25 @@ def read(path: Path) -> dict[str, Any]:
 
 
 class Snapshotter(Monitor):
-    """Keeps a snapshot of *server* in *path*, every *seconds*.
+    """Saves a snapshot of *server* to *path*, every *seconds*.
 
-    It takes one at a quiet moment: no push is unanswered, and no worker is in the middle of its
-    pushes. Where all wait for all, each step has such a moment. Under asp there may be none for
-    twice the interval: then it takes one as things are. The snapshot says of each worker and
-    bucket whose gradients are in it, and each worker goes on with its own step. Example: a worker
-    has sent one of two buckets of step 9. After a restart it does step 9 again; the server answers
-    the gradient of that bucket, and applies the other one's alone. Where a step's gradients are
-    applied together, a step that has ended for some buckets only is waited for.
+    *Which instant.* It takes a snapshot at a consistent cut: no push is unanswered, and no worker
+    is in the middle of its pushes. If all workers wait for all, each step has such an instant.
+    Under asp there may be none for twice the interval: then it takes a snapshot at any instant. The
+    snapshot lists for each worker and bucket which gradients are in it, and each worker continues
+    with its own step. Example: a worker has sent one of two buckets of step 9. After a restart it
+    does step 9 again. The server acknowledges the gradient of that bucket, and applies only the
+    other one's. If a method applies a step's gradients together, the snapshot waits for a step that
+    has ended for some buckets only.
 
-    It is the timer that takes one, not the message that ends a step: so the answers to that
-    step have left before, and workers compute while the server copies what it holds. It copies no
-    more often than that this takes a hundredth of the time. A thread writes the copy, while the
-    server goes on: until then its parameters and optimizer state are in memory twice. The next one
-    waits for the one before. A snapshot that cannot be written is reported, and training goes on
-    with the one before; anything else that goes wrong is raised where the server is called next.
+    *Cost.* The timer takes a snapshot, not the message that ends a step. So the replies of that
+    step have left before, and workers compute while the server copies its state. Copying takes at
+    most a hundredth of the time. A thread writes the copy, while the server continues: until then
+    its parameters and optimizer state are in memory twice. The next snapshot waits for the one
+    before.
+
+    *Errors.* A snapshot that cannot be written is reported, and training continues with the one
+    before. Any other error is raised at the server's next call.
     """
 
     def __init__(
@@ -158,7 +159,7 @@ class Snapshotter(Monitor):
         keep: Callable[[Path, dict[str, Any]], None] = write,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """*keep* writes, on a thread; *clock* is what copying is measured with."""
+        """*keep* writes a snapshot, on a thread; *clock* measures copying."""
         if not seconds > 0:
             raise UsageError(f"--snapshot-seconds: expected more than 0, got {seconds}")
         self._server = server
@@ -166,8 +167,10 @@ class Snapshotter(Monitor):
         self._seconds = seconds
         self._keep = keep
         self._clock = clock
-        self._due: float | None = None  # from this time on, at the next consistent cut
-        self._latest = 0.0  # from this time on, at any moment
+        # From this time on, take a snapshot at the next consistent cut.
+        self._due: float | None = None
+        # From this time on, take a snapshot at any instant.
+        self._latest = 0.0
         self._now: float | None = (
             None  # a consistent cut, used once its replies have left
         )
@@ -195,22 +198,23 @@ class Snapshotter(Monitor):
         if moment is not None and self._server.is_quiet():
             self._take(now)
         elif self._due is not None and now >= self._latest:
-            self._latest = now + self._seconds  # in case no snapshot is possible now
+            # No snapshot may be possible now.
+            self._latest = now + self._seconds
             self._take(now)
         return ()
 
     def wait(self) -> None:
-        """Until nothing is being written any more."""
+        """Wait until no snapshot is being written."""
         if self._writer is not None:
             self._writer.join()
 
     def finish(self) -> None:
-        """`wait`, and raise what went wrong in writing, if that was not the disk."""
+        """Call `wait`, and raise an error of the writer other than a disk error."""
         self.wait()
         self._raise_fault()
 
     def take_last(self) -> None:
-        """The server ends before its training: keep what it holds now, if that is whole."""
+        """Save the present state, if it is consistent, since the server ends before its training."""
         self.finish()
         self._take(0.0)
         self.finish()
@@ -240,7 +244,7 @@ class Snapshotter(Monitor):
             self._writer.start()
 
     def _write(self, saved: dict[str, Any], versions: list[int]) -> None:
-        """On a thread of its own."""
+        """Write a snapshot, on a thread of its own."""
         try:
             self._keep(self.path, saved)
             self._versions = versions

@@ -1,12 +1,12 @@
-"""A server whose job survives deaths: its workers come back, and so does the server.
+"""Runs a server whose job survives deaths: its workers come back, and so does the server.
 
-It writes snapshots, takes silent workers for lost, and waits for lost ones. A supervisor starts one as its
-child (see `__main__`). If workers are on many machines and something else restarts them, `SurvivingJob` is
-the whole server. Its listener numbers workers' incarnations, and it knows no other process: a dead one is
-restarted with the same command line.
+It writes snapshots, evicts silent workers, and waits for lost ones. A supervisor starts one as its
+child (see `__main__`). If workers are on many machines and another program restarts them,
+`SurvivingJob` is the whole server. Its listener numbers workers' incarnations, and it knows no
+other process: a dead one is restarted with the same command line.
 
-A job that has ended well has removed its snapshot. An existing one belongs to a job that continues, and
-workers' descriptions are compared with it when they join.
+A job that has ended well has removed its snapshot. An existing one belongs to a job that continues,
+and workers' descriptions are compared with it when they join.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ _MISFITS = (
 
 
 def restore(server: ParameterServer, path: Path | None) -> int:
-    """The step from which a server goes on: its snapshot's, if there is one. Raises
-    `UsageError` for one that is not this job's."""
+    """Restore a server from its snapshot; return its step, 0 without one.
+
+    Raises `UsageError` for a snapshot of another job.
+    """
     if path is None or not path.exists():
         return 0
     saved = snapshots.read(path)
@@ -60,12 +62,12 @@ def begin_or_go_on(
     """Prepare a server, which waits from now on for workers that are lost.
 
     Args:
-        server: One that nobody has come to yet.
-        path: Its snapshot, from which it goes on if it is there.
+        server: A server that no worker has joined yet.
+        path: Its snapshot, from which it continues if the file exists.
         without: Workers that had ended well before, and do not come back.
 
     Returns:
-        The step that it goes on with; 0: from the beginning.
+        The step with which it continues; 0: from the beginning.
 
     Raises:
         UsageError: The snapshot is of another job.
@@ -83,12 +85,12 @@ class SurvivingJob:
     """The server of one job that survives deaths, behind *listener*, which numbers incarnations.
 
     Args:
-        listener: Where its workers come.
-        snapshot: The file where it keeps what it holds, and from which it goes on if it is there. None: a
-            server that is started again begins with nothing.
-        snapshot_seconds: How often.
-        evict_silent: A worker that is silent for so many seconds is taken for lost.
-        without: Workers that had ended well before the server was started again, and do not come back.
+        listener: Accepts its workers.
+        snapshot: The file of its snapshots, from which it continues if the file exists. None: a
+            restarted server begins with nothing.
+        snapshot_seconds: Seconds between two snapshots.
+        evict_silent: A worker that is silent for so many seconds is evicted.
+        without: Workers that had ended well before the server was restarted, and do not come back.
 
     Raises:
         UsageError: The snapshot is of another job.
@@ -123,10 +125,11 @@ class SurvivingJob:
     def run(self, stop: int | None = None) -> Iterator[WorkerEvicted]:
         """Serve until all workers have said goodbye, or *stop*, a descriptor, is at its end.
 
-        Lines there, each a `WorkerFinished`, name workers that do not come back, if they are not here.
-        Yields workers that are taken for lost: their processes may hang, and do not end by themselves. In the
-        end the snapshot is gone, if all have ended well, none of them in the middle of its training.
-        Else it holds what is known to the end.
+        Lines of *stop*, each a `WorkerFinished`, name absent workers that do not come back. Yields
+        evicted workers: their processes may hang, and do not end by themselves.
+
+        If all workers have ended well, none of them in the middle of its training, the snapshot is
+        removed. Otherwise it has the last known state.
         """
         try:
             for news in self.host.serve(stop):
@@ -135,7 +138,8 @@ class SurvivingJob:
             if self._snapshots is not None and not self.attendance.all_have_ended_well:
                 self._snapshots.take_last()
             elif self._snapshots is not None:
-                self._snapshots.finish()  # a running writer would create the file again
+                # A running writer would create the file again.
+                self._snapshots.finish()
                 self._snapshots.path.unlink(missing_ok=True)
         finally:
             log_counts("the server", self.server.counts)
@@ -145,7 +149,7 @@ class SurvivingJob:
 
 
 def checked(path: Path) -> Path:
-    """Where a server can keep its snapshot. Raises `UsageError`."""
+    """Return a path at which a server can save its snapshot. Raises `UsageError`."""
     path = path.absolute()
     if not path.parent.is_dir():
         raise UsageError(f"--snapshot {path}: there is no folder {path.parent}")
