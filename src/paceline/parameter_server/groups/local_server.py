@@ -1,8 +1,8 @@
 """The parameter server of one group's workers, inside a group server.
 
-`LocalServer` is a `ParameterServer` that also applies updates of other group servers, and hands
-out the updates that it owes them. Server 0 holds back the replies that end a barrier or the
-training, until all servers hold one model (`membership.ConsistentCut`).
+`LocalServer` is a `ParameterServer` that also applies updates of other group servers, and returns
+its own updates for them. Server 0 holds back the replies that end a barrier or the training, until
+all servers have one model (`membership.ConsistentCut`).
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ A_LOAD = 1 << 40
 
 
 class LocalServer(ParameterServer):
-    """The server of group *number*, as the workers of that group know it.
+    """The server of group *number* for the workers of that group.
 
-    Events of other servers may set off replies to workers: `take_replies` returns them. Methods
-    for other servers act at the time `shard.now`.
+    Events of other servers may cause replies to workers: `take_replies` returns them. Methods for
+    other servers act at the time `shard.now`.
 
     Args:
         number: The number of the group, and of its server.
-        workers: How many workers the job has, of all groups.
+        workers: Number of the job's workers, of all groups.
         make_discipline: As for `ParameterServer`. Disciplines must be `GroupServerDiscipline`s.
-        name: The server's, for its log.
+        name: The server's name in its log.
     """
 
     def __init__(
@@ -71,11 +71,12 @@ class LocalServer(ParameterServer):
         self.held_replies: list[Reply] = []
         """Replies that wait for the end of a consistent cut."""
         self.gradients = 0
-        """How many gradients were in updates, of this server and of others. All servers count the same."""
+        """Number of gradients in updates, of this server and of others. All servers count the
+        same."""
         self.mixed_floats = 0
-        """How many of the first buffers are averaged."""
+        """Number of the first buffers that are averaged."""
         self._ready: list[Reply] = []
-        """Replies that other servers' events have made possible."""
+        """Replies that events of other servers have caused."""
         self._leaving: set[Sender] = set()
         """Leave requests whose reply is held back or not made yet."""
         self._pushing: set[int] = set()
@@ -90,7 +91,7 @@ class LocalServer(ParameterServer):
 
     @property
     def discipline(self) -> GroupServerDiscipline | None:
-        """The discipline; None before the first worker has said what is trained."""
+        """The discipline; None before the first worker has joined."""
         if not self.shard.is_held:
             return None
         return cast(GroupServerDiscipline, self.shard.discipline)
@@ -112,16 +113,16 @@ class LocalServer(ParameterServer):
 
     @property
     def progress(self) -> int:
-        """How much has happened to the model; -1 without parameters."""
+        """A number that grows with each change of the model; -1 without parameters."""
         if not self.shard.is_loaded:
             return -1
         return self.shard.loads * A_LOAD + self.gradients
 
     def has_workers(self) -> bool:
-        """Whether workers use this server, or are about to.
+        """Return whether workers use this server, or are about to.
 
-        They do where a member of the group trains or is to come, or where any worker still pushes
-        here. Also True while no worker trains at all.
+        They do if a member of the group trains or is to come, or if any worker still pushes here.
+        Also True while no worker trains at all.
         """
         trains, discipline = self.members.trains(), self.discipline
         if discipline is None or not trains or self._pushing:
@@ -129,7 +130,10 @@ class LocalServer(ParameterServer):
         return not set(discipline.groups.members(self.number)).isdisjoint(trains)
 
     def completed_step(self) -> int | None:
-        """As at a server alone, but of this group's workers: others may be far behind or ahead."""
+        """Return the step as a single server does, but for this group's workers only.
+
+        Other groups may be far behind or ahead.
+        """
         step, discipline = super().completed_step(), self.discipline
         if step is None or discipline is None or discipline.groups.servers == 1:
             return step
@@ -188,7 +192,7 @@ class LocalServer(ParameterServer):
         return ready
 
     def _notice_move(self, reply: Reply) -> None:
-        """A worker that has its last reply here, and pushes to another group from now on."""
+        """Note a worker that gets its last reply here, and pushes to another group from now on."""
         worker, discipline = reply.to.worker, self.discipline
         if worker not in self._pushing or not isinstance(reply.message, Parameters):
             return
@@ -197,7 +201,10 @@ class LocalServer(ParameterServer):
             self._pushing.discard(worker)
 
     def _is_held_back(self, reply: Reply) -> bool:
-        """Whether the reply ends a barrier or the training: all workers wait for each other at server 0."""
+        """Return whether the reply ends a barrier or the training.
+
+        All workers wait for each other at server 0.
+        """
         if self.number:
             return False
         if isinstance(reply.message, BarrierPassed):
@@ -205,12 +212,12 @@ class LocalServer(ParameterServer):
         return isinstance(reply.message, Done) and reply.to in self._leaving
 
     def take_replies(self) -> list[Reply]:
-        """The replies that events of other servers have set off, once."""
+        """Return the replies that events of other servers have caused, once."""
         ready, self._ready = self._ready, []
         return ready
 
     def release(self) -> None:
-        """A consistent cut has ended: send the replies that were held back."""
+        """Send the replies that were held back, after a consistent cut."""
         self._ready += [
             reply
             for reply in self.held_replies
@@ -220,7 +227,7 @@ class LocalServer(ParameterServer):
         self._leaving.clear()
 
     def give_up(self, reason: str) -> None:
-        """Training cannot go on: reject every request that waits."""
+        """Reject every waiting request, because training cannot continue."""
         self.shard.fault = self.shard.fault or reason
         self._stop()
         rejected = Rejected(reason=reason)
@@ -234,7 +241,7 @@ class LocalServer(ParameterServer):
     # ---- updates for other servers ----
 
     def take_updates(self, everything: bool) -> list[GroupUpdate]:
-        """The updates that are due, or *everything* that is owed to the other servers."""
+        """Return the updates that are due; *everything*: all that other servers lack."""
         discipline, shard = self.discipline, self.shard
         if discipline is None or not shard.is_loaded or shard.fault:
             return []
@@ -247,7 +254,7 @@ class LocalServer(ParameterServer):
         return [update._replace(steps=news(update.bucket)) for update in updates]
 
     def take_buffer_update(self) -> tuple[BufferUpdate, torch.Tensor] | None:
-        """The buffers, if workers have mixed theirs in since this was last called."""
+        """Return the buffers, if workers have sent theirs since the last call."""
         buffers, old = self.untrained.buffers, self._old_weight
         if buffers is None or old == 1.0:
             return None
@@ -255,15 +262,15 @@ class LocalServer(ParameterServer):
         return BufferUpdate(weight=1 - old, floats=self.mixed_floats), buffers
 
     def take_notice(self) -> bytes:
-        """The discipline's notice to the other servers; empty where there is none."""
+        """Return the discipline's notice to the other servers; empty if there is none."""
         if self.discipline is None or not self.shard.is_loaded:
             return b""
         return self.discipline.encode_notice(self.shard)
 
     def on_wire(self, bucket: int, payload: torch.Tensor) -> torch.Tensor:
-        """A payload about *bucket*, or the stand-in for it that has as many bytes on the network.
+        """Return a payload about *bucket* that counts as many bytes on the network as the real one.
 
-        In a simulation the model may be a stand-in, whose tensors are smaller than they count.
+        In a simulation, tensors of the model may be smaller than their counted bytes.
         """
         store = self.shard.store
         elements = max(1, store.flats[bucket].numel())
@@ -327,7 +334,7 @@ class LocalServer(ParameterServer):
         )
 
     def on_notice(self, source: int, notice: bytes) -> None:
-        """The discipline of server *source* has sent this *notice*.
+        """Pass a *notice* of server *source*'s discipline to the discipline.
 
         Raises:
             UsageError: The discipline cannot read it, and nothing has changed.
@@ -337,7 +344,7 @@ class LocalServer(ParameterServer):
         self._end_peer_event()
 
     def _end_peer_event(self) -> None:
-        """The discipline may answer workers by now."""
+        """Send the replies that the discipline now permits."""
         self.shard.settle()
         self._grant_pulls()
         self._ready = self._finish()
@@ -352,11 +359,11 @@ class LocalServer(ParameterServer):
         untrained: torch.Tensor,
         buffers: torch.Tensor | None,
     ) -> None:
-        """Go on with the whole state of another server.
+        """Continue with the whole state of another server.
 
         Args:
-            manifest: The other server's; its parts fit.
-            parameters: By bucket that is held here, in their order.
+            manifest: The other server's manifest; its parts fit.
+            parameters: By bucket that this server holds, in their order.
             states: The optimizer states, in the same order.
             untrained: The untrained tensors, as bytes.
             buffers: The mixed buffers, if any.

@@ -1,22 +1,23 @@
-"""Which group servers take part in the exchange, and how all come to hold one model.
+"""Tracks which group servers exchange updates, and brings all of them to one model.
 
-`Membership`: a server takes part, is away, or enters. A server without workers leaves. It enters
+*`Membership`*: a server is active, away, or entering. A server without workers leaves. It enters
 again when a worker needs it:
 
-1. It asks all others for their status. It chooses the lowest one that is active; where none is,
+1. It asks all others for their status. It chooses the lowest one that is active. If none is active,
+   it chooses
    the one whose model is furthest, which may be its own.
 2. It asks the others for their updates from now on, and for those that the chosen one has not
    acknowledged.
 3. It asks the chosen one for its state. Every update is then in that state, or on its way here.
-   Updates that come meanwhile wait; those that are in the state are dropped.
+   Updates that arrive meanwhile wait; those that are in the state are dropped.
 
-If another server is started again meanwhile, it enters anew, with another number.
+If another server restarts meanwhile, it enters anew, with another number.
 
-`ConsistentCut`: all workers meet at server 0. Server 0 holds back its replies, and asks the others
-to *quiesce*: they serve no workers, and send all updates that they owe. They answer once all
-others have acknowledged these. Now every server has all updates, each in an order of its own. All
-adopt the state of server 0, to the bit. So a checkpoint, a load and the end of a training are of
-one model.
+*`ConsistentCut`*: all workers wait for each other at server 0. Server 0 holds back its replies, and
+asks the others to *quiesce*: they stop serving workers, and send all updates that the others lack.
+They reply once all others have acknowledged these. Now every server has all updates, each in an
+order of its own. All adopt the state of server 0, to the bit. So a checkpoint, a load and the end
+of a training have one model.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ ENTRIES_AN_INCARNATION = 1 << 20
 
 
 class Membership:
-    """How the server *local* takes part among its *peers*, with which it exchanges a *log*."""
+    """The membership of server *local* among its *peers*, with which it exchanges a *log*."""
 
     def __init__(
         self, local: LocalServer, peers: Mapping[int, Peer], log: UpdateLog
@@ -80,8 +81,8 @@ class Membership:
         """Number of this server's last entry or departure."""
         self._entries = 0
         self._snapshots: dict[int, StateSnapshot] = {}
-        """By server that adopts a snapshot."""
-        # State of the current entry:
+        """By server that adopts a snapshot: the snapshot."""
+        # The state of the present entry:
         self._calls: set[Call] = set()
         self._statuses: dict[int, Status] = {}
         """By server: its status before it begins to send updates."""
@@ -97,7 +98,7 @@ class Membership:
         return self.is_active and not self._is_leaving and not self.is_entering
 
     def status(self) -> Status:
-        """This server's, for other servers."""
+        """Return this server's status, for other servers."""
         return Status(
             incarnation=self.log.stream[1],
             number=self.log.next_number(self.log.stream),
@@ -108,7 +109,7 @@ class Membership:
         )
 
     def on_peer_restarted(self, peer: Peer) -> None:
-        """A peer was started again: its earlier incarnation's requests are void."""
+        """Drop the requests of a peer's earlier incarnation, after its restart."""
         self._snapshots.pop(peer.number, None)
         if self.is_entering and peer.number in self._statuses:
             self.enter()
@@ -117,7 +118,7 @@ class Membership:
     # ---- its updates ----
 
     def log_updates(self, everything: bool) -> bool:
-        """Append the updates that are due to the log, or *everything* that is owed.
+        """Append the updates that are due to the log; *everything*: all that other servers lack.
 
         Returns:
             Whether there were any.
@@ -144,7 +145,7 @@ class Membership:
     # ---- its state, for other servers ----
 
     def hand_over(self, key: int, peer: Peer) -> Manifest:
-        """The manifest of this server's state, which *peer* adopts."""
+        """Return the manifest of this server's state, which *peer* adopts."""
         if self.local.shard.is_loaded:
             return self.capture(key, [peer.number])
         return Manifest(
@@ -152,7 +153,7 @@ class Membership:
         )
 
     def capture(self, key: int, peers: Collection[int]) -> Manifest:
-        """Keep this state for these servers to adopt. All updates in it are in the log."""
+        """Store this state for these servers to adopt. All updates in it are in the log."""
         if self.is_member:
             self.log_updates(everything=True)
         snapshot = StateSnapshot(
@@ -164,7 +165,7 @@ class Membership:
     def on_get_state(
         self, peer: Peer, get: GetState
     ) -> tuple[StateChunk, torch.Tensor | None]:
-        """A part of the state that was captured for *peer*.
+        """Return a part of the state that was captured for *peer*.
 
         Raises:
             UsageError: There is no such state, or no such part.
@@ -181,10 +182,10 @@ class Membership:
     # ---- leaving ----
 
     def leave(self, wanted: bool) -> bool:
-        """Take the next step towards leaving, where the group has no workers.
+        """Take the next step towards leaving, if the group has no workers.
 
         Args:
-            wanted: A worker waits for this server.
+            wanted: Whether a worker waits for this server.
 
         Returns:
             Whether there was one.
@@ -193,7 +194,8 @@ class Membership:
             if not self.log.all_acknowledged():
                 return False
             self.is_active = self._is_leaving = False
-            self._next_entry()  # so that updates sent to it before are dropped
+            # Updates sent to it before are dropped.
+            self._next_entry()
         elif wanted or not self._may_leave():
             return False
         elif not self.log_updates(everything=True):
@@ -202,9 +204,10 @@ class Membership:
         return True
 
     def _may_leave(self) -> bool:
-        """The others go on without it, and server 0, which stays, has all that this one had.
+        """Return whether the others can continue without it.
 
-        Where workers come back, server 1 stays, too: one of the two may die, and nothing is lost.
+        Server 0 stays, and must have all updates of this one. If workers come back after a death,
+        server 1 stays, too: then no update is lost if one of the two dies.
         """
         local = self.local
         stays = 2 if local.members.return_from_loss else 1
@@ -217,7 +220,7 @@ class Membership:
     # ---- entering ----
 
     def enter(self) -> None:
-        """Ask all servers for their status; from the start, if it was entering before."""
+        """Ask all servers for their status; start again if it was entering before."""
         for peer in self.peers.values():
             peer.cancel(self._calls)
         if self._transfer is not None:
@@ -253,7 +256,7 @@ class Membership:
         self._ask_via()
 
     def _choose(self) -> int:
-        """The lowest active server that has a model; else the one that is furthest."""
+        """Return the lowest active server that has a model; else the one whose model is furthest."""
         known = {n: (s.active, s.progress) for n, s in self._statuses.items()}
         known[self.local.number] = (False, self.local.progress)
         keys = {
@@ -266,7 +269,7 @@ class Membership:
         return Enter(incarnation=self.log.stream[1], entry=self.entry, via=via)
 
     def _on_sender(self, peer: Peer, reply: ReplyMessage) -> None:
-        """This peer sends its updates from now on."""
+        """Note that this peer sends its updates from now on."""
         status = expect_reply(reply, Status, peer)
         self._senders[peer.number] = status
         peer.on_status(status.incarnation, status.entry, status.active)
@@ -286,24 +289,26 @@ class Membership:
     def _on_manifest(self, via: Peer, reply: ReplyMessage) -> None:
         manifest = expect_reply(reply, Manifest, via)
         if self._statuses[via.number].active and not manifest.active:
-            self.enter()  # It has left meanwhile: other servers have updates that it lacks.
-        elif not manifest.join:  # nothing was loaded there yet
+            # It has left meanwhile: other servers have updates that it lacks.
+            self.enter()
+        elif not manifest.join:
+            # Nothing was loaded there yet.
             self.on_state_adopted(manifest)
         else:
             self._transfer = StateTransfer(self.local, via, self.entry, self)
             self._transfer.begin(manifest)
 
     def on_state_gone(self) -> None:
-        """The chosen server does not have the state any more."""
+        """Enter again, because the chosen server has dropped its state."""
         self.enter()
 
     def on_state_adopted(self, manifest: Manifest) -> None:
-        """This server holds the state of the chosen one."""
+        """End the entry with the chosen server's state, which this server now has."""
         self.log.restore(manifest.taken)
         self._end_entering(manifest.cut)
 
     def _end_entering(self, cut: int) -> None:
-        """This server has all updates, or receives them."""
+        """Become active: this server has all updates, or receives them."""
         via = self._statuses.get(-1 if self._via is None else self._via)
         if via is None or not via.active:
             # No server was active: the others' earlier updates are lost.
@@ -311,8 +316,8 @@ class Membership:
                 self.log.skip((number, first.incarnation), first.number)
         self.is_active, self.is_entering, self._is_leaving = True, False, False
         self._transfer = None
-        # Some servers may have ended a cut in which an earlier server 0 was lost, before others began it. Then the
-        # others would hold back updates of the former.
+        # Some servers may have ended a cut, in which an earlier server 0 was lost, before others
+        # began it. Then the others would hold back updates of the former.
         self.cut.ended = max(
             [self.cut.ended, cut, *(s.cut for s in self._statuses.values())]
         )
@@ -323,24 +328,24 @@ class Membership:
 
 
 class ConsistentCut:
-    """The cut that is under way, at server 0 and at the others.
+    """The present cut, at server 0 and at the others.
 
     Args:
-        membership: This server's.
+        membership: This server's membership.
     """
 
     adopts_state = True
-    """Whether the other servers adopt the state of server 0. Tests switch it off, to check that all
+    """Whether the other servers adopt the state of server 0. Tests turn it off, to check that all
     models are equal up to the order of additions."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self.ended = 0
-        """How many cuts have ended here."""
+        """Number of cuts that have ended here."""
         self.quiesced = False
-        """Whether this server serves no workers now."""
+        """Whether this server has stopped serving workers."""
         self.is_adopting = False
-        """Whether the state of server 0 is being received: no update is applied meanwhile."""
+        """Whether this server receives the state of server 0: it applies no update meanwhile."""
         self._quiesced: dict[int, bool] = {}
         """On server 0, by server that has quiesced: whether its model has changed."""
         self._asked: Sender | None = None
@@ -354,7 +359,7 @@ class ConsistentCut:
     # ---- on server 0 ----
 
     def lead(self) -> bool:
-        """Begin a cut where workers wait for it, and end it once all servers have quiesced.
+        """Begin a cut if workers wait for it, and end it once all servers have quiesced.
 
         Returns:
             Whether a cut has begun or ended.
@@ -376,7 +381,7 @@ class ConsistentCut:
         return True
 
     def _quiesce(self) -> None:
-        """Serve no workers from now on, and log all updates that are owed."""
+        """Stop serving workers, and log all updates that other servers lack."""
         self.quiesced = True
         if self._membership.is_member:
             self._membership.log_updates(everything=True)
@@ -405,17 +410,21 @@ class ConsistentCut:
         local.release()
 
     def tell_of_end(self, peer: Peer) -> None:
-        """Server 0 was started again. This peer goes on as after the last cut, which others ended."""
+        """End a peer's cut, after a restart of server 0.
+
+        Other servers have ended that cut already.
+        """
         self._ask_to_adopt(peer, AdoptState(cut=self.ended, manifest=None))
 
     def _ask_to_adopt(self, peer: Peer, message: AdoptState) -> None:
         def replied(reply: ReplyMessage, payload: torch.Tensor | None) -> None:
-            expect_reply(reply, Done, peer)  # otherwise no server can continue
+            # Otherwise no server can continue.
+            expect_reply(reply, Done, peer)
 
         peer.call(message, replied)
 
     def _has_changed(self) -> bool:
-        """Whether the model here has changed since the last cut."""
+        """Return whether this server's model has changed since the last cut."""
         return self._membership.local.progress != self._progress_before
 
     def _go_on(self) -> None:
@@ -427,15 +436,15 @@ class ConsistentCut:
     # ---- on other servers ----
 
     def on_quiesce(self, sender: Sender) -> None:
-        """Server 0 asks this server to quiesce."""
+        """Note that server 0 asks this server to quiesce."""
         self._asked = sender
 
     def follow(self) -> tuple[bool, list[Reply]]:
-        """Quiesce where server 0 has asked for it.
+        """Quiesce if server 0 has asked for it.
 
         Returns:
             Whether this server has quiesced now; and the reply to server 0, once all others have
-            acknowledged the updates from here.
+            acknowledged this server's updates.
         """
         sender, membership = self._asked, self._membership
         if sender is None or self.is_adopting or membership.is_entering:
@@ -449,13 +458,14 @@ class ConsistentCut:
         return begins, [Reply(sender, Quiesced(changed=self._has_changed()))]
 
     def on_adopt_state(self, source: Peer, adopt: AdoptState) -> None:
-        """All servers have quiesced. Adopt the state of server 0, if it sends one.
+        """Adopt the state of server 0, if it sends one, after all servers have quiesced.
 
         Raises:
             UsageError: The state does not fit.
         """
         if adopt.cut <= self.ended or self.is_adopting:
-            return  # This server has entered since, or the request was repeated.
+            # This server has entered since, or the request was repeated.
+            return
         if adopt.manifest is None:
             self._end_with(adopt.cut)
             return
@@ -466,11 +476,11 @@ class ConsistentCut:
         self._transfer.begin(adopt.manifest)
 
     def on_state_adopted(self, manifest: Manifest) -> None:
-        """This server holds the state of server 0."""
+        """End the cut with the state of server 0, which this server now has."""
         self._end_with(self._adopted)
 
     def on_state_gone(self) -> None:
-        """Server 0 was started again, and the others have gone on."""
+        """End the cut, because server 0 was restarted, and the others have continued."""
         self._end_with(self._adopted)
 
     def _end_with(self, cut: int) -> None:
@@ -478,15 +488,14 @@ class ConsistentCut:
         self._go_on()
 
     def give_up(self, reason: str) -> list[Reply]:
-        """Training cannot go on. Returns the reply that server 0 waits for."""
+        """Return the reply to a waiting server 0, because training cannot continue."""
         sender, self._asked = self._asked, None
         return [] if sender is None else [Reply(sender, Rejected(reason=reason))]
 
     def on_peer_restarted(self, peer: Peer) -> None:
-        """A peer was started again.
+        """Handle the restart of a peer.
 
-        If it is server 0, it knows nothing of the cut, which has ended. Another one has to quiesce
-        once more.
+        Server 0 has lost the cut, which therefore ends. Another server has to quiesce again.
         """
         if peer.number == 0:
             self._asked = None
@@ -499,7 +508,7 @@ class ConsistentCut:
 
 
 def _message(update: GroupUpdate) -> GradientUpdate:
-    """An update as it is sent, without its values."""
+    """Return the message of an update, without its values."""
     return GradientUpdate(
         bucket=update.bucket,
         gradients=update.gradients,

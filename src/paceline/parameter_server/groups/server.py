@@ -1,19 +1,20 @@
-"""A group server as a state machine. It holds the whole model for the workers of its group, and
-exchanges updates with the servers of the other groups.
+"""A group server as a state machine: it serves a group's workers, and exchanges updates.
+
+It has the whole model for the workers of its group. The servers of the other groups are its peers.
 
 Transitions
 -----------
-Requests of workers are in the table of `state_machine.server`; here is what is different at a
-server among others.
+`state_machine.server` has the table of workers' requests. This table has the differences at a
+server with peers.
 
 ============ ================================================ ===============================
 event        change                                           reply
 ============ ================================================ ===============================
-a worker's   As at a server alone; then updates that are due  as there; at server 0
-request      go to all active servers. It waits while the     `BarrierPassed`, and `Done` of a
-             server enters, or quiesces. A server that is     leave, once all servers hold one
+a worker's   As at a single server; then updates that are     as there; at server 0
+request      due go to all active servers. It waits while     `BarrierPassed`, and `Done` of a
+             the server enters, or quiesces. A server that is leave, once all servers have one
              away enters first.                               model (see `membership`)
-Update       The discipline applies it, or buffers are        `Done`, once that is so;
+Update       The discipline applies it, or buffers are        `Done` after that;
              mixed, or its origin is away. Once for each      `Rejected` for one that does not
              origin, incarnation and number, in order, when   fit: then training ends
              as many loads and cuts have ended here.
@@ -21,22 +22,22 @@ Notice       The discipline reads it, once, in order.         `Done`; `Rejected`
                                                               it cannot read
 GetStatus    -                                                `Status`
 Enter        The sender is active. It receives the updates    `Status`; `Manifest` of a
-             that *via* has not acknowledged.                 state, where this is *via*
+             that *via* has not acknowledged.                 state, if this is *via*
 GetState     -                                                `StateChunk`
-Quiesce      No worker is served. Updates that are owed are   `Quiesced`, once all active
-             sent.                                            servers have acknowledged all
+Quiesce      No worker is served. The server sends all        `Quiesced`, once all active
+             updates that the others lack.                    servers have acknowledged all
 AdoptState   The server adopts the state of server 0; then    `Done`; `Rejected` for a state
              it serves workers again.                         that does not fit: then
                                                               training ends
-peer lost    What it had sent here goes to the other servers, -
-             which may lack it. Requests to it wait.
+peer lost    Updates from it go to the other servers, which   -
+             may lack them. Requests to it wait.
 peer back    Unanswered requests are sent again.              -
 timer        The discipline acts. If a peer was lost for too  `Rejected`, to all that wait
              long, training ends.
 ============ ================================================ ===============================
 
-A server other than 0 whose group has no workers, while others train, sends all updates that it
-owes. Then it is *away*: no updates are sent to it until it enters.
+If a server other than 0 has no workers in its group, while others train, it sends all updates that
+the others lack. Then it is *away*: it receives no updates until it enters.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ NEEDS_THE_MODEL = (Push, Pull, PullState, PullBuffers, MixBuffers)
 """Requests for which an inactive server must enter first."""
 
 ROUNDS_UNACKNOWLEDGED = 4
-"""Updates of each bucket that a peer may leave unacknowledged. Until it acknowledges them no more are made: later
-gradients go into the next updates, which are larger."""
+"""The most updates of each bucket that a peer may leave unacknowledged. Until it acknowledges them
+no more are made: later gradients go into the next updates, which are larger."""
 
 AT_ONCE = 0.0
 """A deadline in the past."""
@@ -101,7 +102,8 @@ class GroupServer(Service):
         servers: The names of all group servers, in the order of their groups. In requests server
             *i* is sender *workers* + *i*.
         incarnation: Larger than that of any process that was this server before.
-        enters: The other servers hold the model: this one takes it over before it serves workers.
+        enters: Whether the other servers have the model. Then this one takes it over before it
+            serves workers.
         patience: Seconds that a peer may be lost before training ends.
     """
 
@@ -162,7 +164,8 @@ class GroupServer(Service):
         self.local.shard.now = now
         if worker < self.local.workers:
             self._out += self.local.on_worker_lost(worker, incarnation, now)
-        else:  # a peer's connection; the peer sends unanswered requests again
+        else:
+            # It is a peer's connection; the peer sends unanswered requests again.
             lost = worker, incarnation
             self._peer_requests = [r for r in self._peer_requests if r[1][:2] != lost]
         return self._advance()
@@ -215,7 +218,8 @@ class GroupServer(Service):
     ) -> Outputs:
         self.local.shard.now = now
         sender = self._by_name[peer]
-        answered = sender.in_flight.pop(number, None)  # None if it was cancelled
+        # It is None if the request was cancelled.
+        answered = sender.in_flight.pop(number, None)
         try:
             if isinstance(answered, Call):
                 sender.calls.remove(answered)
@@ -241,7 +245,7 @@ class GroupServer(Service):
     # ---- after each event ----
 
     def _advance(self) -> list[Reply | Ask]:
-        """Do all that can be done by now. Returns what leaves."""
+        """Do all possible work. Returns the messages to send."""
         steps = self._serve_peers, self._serve_workers, self._exchange
         while any(step() for step in steps):
             pass
@@ -251,7 +255,7 @@ class GroupServer(Service):
         return out
 
     def _serve_workers(self) -> bool:
-        """Serve requests of workers. Returns whether one was served, or answered."""
+        """Serve requests of workers. Returns whether it served one, or has replies."""
         served = False
         now = self.local.shard.now
         while self._worker_requests and not self._workers_wait():
@@ -263,7 +267,7 @@ class GroupServer(Service):
         return served or bool(replies)
 
     def _workers_wait(self) -> bool:
-        """Whether workers are not served now. A server that is away enters for the first one."""
+        """Return whether workers must wait. A server that is away enters for the first one."""
         membership = self.membership
         if membership.is_entering or membership.cut.quiesced:
             return True
@@ -276,7 +280,10 @@ class GroupServer(Service):
         return True
 
     def _exchange(self) -> bool:
-        """Send updates and notices, go on with a cut, and leave. Returns whether any was done."""
+        """Send updates and notices, continue with a cut, and leave.
+
+        Returns whether any was done.
+        """
         membership, cut = self.membership, self.membership.cut
         logged = self._log_updates()
         led = cut.lead()
@@ -287,7 +294,7 @@ class GroupServer(Service):
         return logged or led or followed or left
 
     def _log_updates(self) -> bool:
-        """Returns whether there was a notice, or an update that is due."""
+        """Log due updates. Returns whether there was an update or a notice."""
         membership, local = self.membership, self.local
         if not membership.is_member or membership.cut.quiesced:
             return False
@@ -305,7 +312,7 @@ class GroupServer(Service):
         return membership.log_updates(everything=False) or bool(notice)
 
     def _send_notice(self, peer: Peer) -> None:
-        """Send the last notice."""
+        """Send the last notice to a peer."""
         incarnation, number = self.log.stream[1], self._notices_sent
         content = self._last_notice
         peer.notify(Notice(incarnation=incarnation, number=number, content=content))
@@ -318,13 +325,13 @@ class GroupServer(Service):
         return [peer for peer in self._peers.values() if peer.lost is None]
 
     def _has_unsent_calls(self) -> bool:
-        """Whether this server was just made, and is to ask the others for their status."""
+        """Return whether this new server must still ask the others for their status."""
         return any(
             not call.is_sent for peer in self._connected() for call in peer.calls
         )
 
     def _send(self) -> None:
-        """Send peers all that is to be sent by now: updates in their order, then calls."""
+        """Send all waiting messages to peers: updates in their order, then calls."""
         here = self._connected()
         entries = [(peer, entry) for peer in here for entry in self.log.to_send(peer)]
         for peer, entry in sorted(entries, key=lambda one: one[1].number):
@@ -361,7 +368,7 @@ class GroupServer(Service):
         self._out.append(Reply(sender, Rejected(reason=reason)))
 
     def _give_up(self, reason: str) -> None:
-        """Training cannot go on: reject all requests that wait, also those of peers."""
+        """Reject all waiting requests, also those of peers, because training cannot continue."""
         self._fault = self._fault or f"{self._name}: {reason}"
         for _, sender, _, _ in self._peer_requests:
             self._reject(sender, self._fault)
@@ -391,13 +398,15 @@ class GroupServer(Service):
             self._reject(sender, str(error))
 
     def _look_for_restart(self, peer: Peer, message: PeerRequest) -> None:
-        """A peer that was started again has another incarnation."""
+        """Detect a restarted peer, which has another incarnation."""
         incarnation = getattr(message, "incarnation", None)
         if isinstance(message, Update) and message.source != peer.number:
-            return  # It names the incarnation of another server, which was lost.
+            # It names the incarnation of another server, which was lost.
+            return
         before = peer.incarnation
         if incarnation is None or (before is not None and incarnation <= before):
-            return  # The peer may forward messages of its earlier incarnation.
+            # The peer may forward messages of its earlier incarnation.
+            return
         peer.incarnation = incarnation
         if before is None:
             return
@@ -417,7 +426,8 @@ class GroupServer(Service):
     ) -> None:
         """Answer a peer, now or later. Raises `UsageError` for a request that is rejected."""
         membership = self.membership
-        if isinstance(message, Enter):  # the peer has given up an earlier entry
+        # The peer has given up an earlier entry.
+        if isinstance(message, Enter):
             self._peer_requests = [
                 one
                 for one in self._peer_requests
@@ -453,13 +463,14 @@ class GroupServer(Service):
             if sequence in blocked or self._must_wait(message):
                 blocked.add(sequence)
                 if isinstance(message, Update) and message.source == peer.number:
-                    # It may be an `Away`, which must precede its next entry.
+                    # It may be an `Away`, which must precede the peer's next entry.
                     blocked.add((peer.number, Enter))
                 self._peer_requests.append(request)
                 continue
             try:
                 reply = self._carry_out(request)
-                self._send()  # updates in a captured state must leave before the reply
+                # Updates in a captured state must leave before the reply.
+                self._send()
                 self._out.append(Reply(sender, reply))
             except UsageError as error:
                 self._reject(sender, str(error))
@@ -479,7 +490,7 @@ class GroupServer(Service):
         return message.cut > cut.ended or message.load > shard.loads
 
     def _is_current(self, message: Update) -> bool:
-        """Whether it is for this server as it is: it may have left, or entered again, since."""
+        """Return whether an update is for this entry: the server may have left, or entered again."""
         membership = self.membership
         if message.entry != membership.entry:
             return False
@@ -535,7 +546,7 @@ class GroupServer(Service):
 
 
 def _sequence(peer: Peer, message: Update | Notice | Enter) -> tuple[int, object]:
-    """Requests of the same sequence are carried out in their order."""
+    """Return a key: requests with the same key are carried out in their order."""
     if isinstance(message, Update):
         return message.source, message.incarnation
     return peer.number, type(message)

@@ -1,7 +1,7 @@
-"""The whole state of a group server, copied to another one: captured at one moment, sent in parts,
-and adopted at once.
+"""Copies the whole state of a group server to another one.
 
-`StateSnapshot` is the sender's half, `StateTransfer` the receiver's.
+The state is captured at one instant, sent in parts, and adopted at once. `StateSnapshot` is the
+sender's half, `StateTransfer` the receiver's.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from paceline.parameter_server.state_machine.store import State
 from paceline.transport.protocol import LARGEST_PAYLOAD_BYTES, describe
 
 ALL_RECEIVED = -1
-"""Instead of a part's number: the receiver has all parts, and the snapshot can be dropped."""
+"""Replaces a part's number: the receiver has all parts, and the sender can drop the snapshot."""
 Part = tuple[torch.Tensor, list[list[tuple[str, int | float]]]]
 """A payload, and the entries that describe it if it is optimizer state."""
 
 
 class StateSnapshot:
-    """The state of a server that holds parameters, as of now.
+    """The present state of a server that has parameters.
 
-    Parts 2i and 2i + 1 are the parameters and the optimizer state of the i-th bucket that is
-    held. Two more follow: untrained tensors, and buffers.
+    Parts 2i and 2i + 1 are the parameters and the optimizer state of the i-th bucket that the
+    server holds. Two more follow: untrained tensors, and buffers.
 
     Args:
         key: Names the snapshot.
         local: The server.
         log: Its update log.
-        cut: How many consistent cuts it has completed.
+        cut: Number of consistent cuts that it has completed.
         active: Whether it has all updates.
     """
 
@@ -85,21 +85,21 @@ class StateSnapshot:
         )
 
     def part(self, number: int) -> Part:
-        """One part. Raises `UsageError` where there is none of this number."""
+        """Return one part. Raises `UsageError` for a number out of range."""
         if not 0 <= number < len(self._parts):
             raise UsageError(f"state: part {number} of {len(self._parts)}")
         return self._parts[number]
 
 
 class Adopter(Protocol):
-    """Starts a `StateTransfer`, and goes on when it ends."""
+    """Starts a `StateTransfer`, and continues when that ends."""
 
     def on_state_adopted(self, manifest: Manifest) -> None:
-        """The local server has adopted the whole state."""
+        """Continue with the whole state, which the local server has adopted."""
         ...
 
     def on_state_gone(self) -> None:
-        """The peer does not have the snapshot any more."""
+        """Continue without the state: the peer has dropped the snapshot."""
         ...
 
 
@@ -116,11 +116,11 @@ class StateTransfer:
         self._calls: set[Call] = set()
 
     def cancel(self) -> None:
-        """The state is not wanted any more."""
+        """Stop the transfer."""
         self._peer.cancel(self._calls)
 
     def begin(self, manifest: Manifest) -> None:
-        """Ask for all parts. Raises `UsageError` where they do not fit what is trained here."""
+        """Request all parts. Raises `UsageError` if they do not fit this training."""
         local = self._local
         if not local.shard.is_held:
             join = torch.frombuffer(bytearray(manifest.join), dtype=torch.uint8)
@@ -160,7 +160,7 @@ class StateTransfer:
             self._adopter.on_state_adopted(manifest)
 
     def _adopt(self, manifest: Manifest) -> None:
-        """All parts are here."""
+        """Adopt the state, of which all parts have arrived."""
         places = range(len(self._local.shard.buckets))
         parameters = []
         for place in places:
@@ -186,7 +186,7 @@ def _dtype_and_elements(payload: torch.Tensor) -> tuple[str, int]:
 
 
 def _check(local: LocalServer, manifest: Manifest) -> None:
-    """Raise `UsageError` unless a state fits what is trained here."""
+    """Raise `UsageError` unless a state fits this training."""
     ours, theirs = (
         in_words(msgspec.msgpack.decode(join, type=Join))
         for join in (local.saved_join().numpy().tobytes(), manifest.join)

@@ -1,17 +1,17 @@
-"""The log of updates that group servers exchange, and what a server knows of its peers.
+"""Logs the updates that group servers exchange, and tracks which peer has which.
 
-Each server applies each update once, in the order of its origin, whatever connections and
-processes do:
+Each server applies each update once, in the order of its origin, whatever connections and processes
+do:
 
 - An entry has a number in its *stream*: all entries of one server, its *origin*, in one
   incarnation.
 - A server keeps its own entries until all active peers have acknowledged them.
-- A server keeps entries of others until their origin says that all servers have them. If the
+- A server keeps entries of others until their origin reports that all servers have them. If the
   origin is lost halfway, any server that has an entry sends it to the others.
 - A receiver knows by the number whether it has an entry, whichever peer has sent it.
 
-A peer has one `Cursor` for each stream. All cursors of a server are a version vector, which a state
-transfer hands on.
+A peer has one `Cursor` for each stream. All cursors of a server are a version vector, which is part
+of a state transfer.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class LogEntry:
 
 @dataclass
 class Cursor:
-    """How far a peer is in one stream.
+    """The position of a peer in one stream.
 
-    It has acknowledged the entries below *next*. Those below *stop* are to be sent to it; those
-    below *sent* are on their way.
+    It has acknowledged the entries below *next*. Those below *stop* must be sent to it; those below
+    *sent* are in flight.
     """
 
     next: int
@@ -72,9 +72,9 @@ class Cursor:
 
 @dataclass(eq=False)
 class Call:
-    """A request to a peer other than an update, sent again until it is answered.
+    """A request to a peer other than an update, sent again until the peer replies.
 
-    *then* takes the reply. It raises `UsageError` where this server cannot go on.
+    *then* takes the reply. It raises `UsageError` if this server cannot continue.
     """
 
     message: Request
@@ -90,14 +90,14 @@ class Peer:
     Args:
         number: The number of its group.
         name: Its name.
-        incarnation: Its incarnation; None before it has sent anything.
-        entry: How it has last entered, or left.
-        entered: The same, as it has said itself when it entered.
+        incarnation: Its incarnation; None before its first message.
+        entry: Number of its last entry or departure.
+        entered: Number of its last entry that it has requested itself.
         active: Whether updates are sent to it.
         lost: Why its connection was lost, and when; None while it is connected.
-        cursors: How far it is in each stream.
+        cursors: Its position in each stream.
         calls: Unanswered calls, the oldest first.
-        in_flight: What it was sent and has not answered, by number of the request.
+        in_flight: Unanswered messages to it, by number of the request.
     """
 
     number: int
@@ -112,12 +112,12 @@ class Peer:
     in_flight: dict[int, LogEntry | Call] = field(default_factory=dict)
 
     def on_status(self, incarnation: int, entry: int, active: bool) -> None:
-        """It has answered this, unless it has entered since."""
+        """Store its status, unless it has entered since."""
         if entry > self.entered:
             self.incarnation, self.entry, self.active = incarnation, entry, active
 
     def unacknowledged(self) -> int:
-        """How many entries it has not acknowledged."""
+        """Return the number of entries that it has not acknowledged."""
         return sum(cursor.stop - cursor.next for cursor in self.cursors.values())
 
     def call(
@@ -129,32 +129,32 @@ class Peer:
         return call
 
     def notify(self, message: Request) -> None:
-        """Send a request whose reply makes no difference."""
+        """Send a request whose reply is ignored."""
         self.call(message, lambda reply, payload: None)
 
     def cancel(self, calls: Collection[Call]) -> None:
-        """Do not send these calls any more, and ignore replies to them."""
+        """Stop sending these calls, and ignore replies to them."""
         self.calls = [call for call in self.calls if call not in calls]
         self._ignore(lambda one: one in calls)
 
     def stop_updates(self) -> None:
-        """Send no update any more, and ignore acknowledgements."""
+        """Stop sending updates, and ignore acknowledgements."""
         self.cursors.clear()
         self._ignore(lambda one: isinstance(one, LogEntry))
 
     def on_lost(self, reason: str, now: float) -> None:
-        """Its connection was lost."""
+        """Note that its connection was lost."""
         self._send_again()
         if self.lost is None:
             self.lost = reason, now
 
     def on_back(self) -> None:
-        """It is connected again; maybe this server has not noticed that it was lost."""
+        """Note that it is connected again; this server may not have noticed the loss."""
         self._send_again()
         self.lost = None
 
     def _send_again(self) -> None:
-        """What was on its way is not answered any more: it is to be sent once more."""
+        """Send all messages in flight once more, since no reply to them will come."""
         self.in_flight.clear()
         for cursor in self.cursors.values():
             cursor.sent = cursor.next
@@ -167,10 +167,10 @@ class Peer:
 
 
 def expect_reply(reply: ReplyMessage, kind: type[ReplyKind], peer: Peer) -> ReplyKind:
-    """The reply of *peer*, which must be of this kind.
+    """Return the reply of *peer*, which must be of this kind.
 
     Raises:
-        UsageError: It is another one, and this server cannot go on.
+        UsageError: It is of another kind, and this server cannot continue.
     """
     if isinstance(reply, kind):
         return reply
@@ -211,13 +211,13 @@ class UpdateLog:
         self._trim(self.stream, number + 1)
 
     def next_number(self, stream: Stream) -> int:
-        """The number of the next entry of a stream."""
+        """Return the number of the next entry of a stream."""
         return self._next.get(stream, 0)
 
     # ---- progress of peers ----
 
     def to_send(self, peer: Peer) -> list[LogEntry]:
-        """The entries that are to be sent to a peer now. From now on they count as sent."""
+        """Return the entries to send to a peer now. From now on they count as sent."""
         found = []
         for stream, cursor in peer.cursors.items():
             if cursor.sent < cursor.stop:
@@ -230,7 +230,7 @@ class UpdateLog:
         return found
 
     def request(self, entry: LogEntry, peer: Peer) -> Update:
-        """The request that brings an entry to a peer."""
+        """Return the request that sends an entry to a peer."""
         return Update(
             source=entry.origin,
             incarnation=entry.incarnation,
@@ -243,7 +243,7 @@ class UpdateLog:
         )
 
     def _floor(self, stream: Stream) -> int:
-        """All active servers have the entries below this number, as far as is known."""
+        """Return a number below which all active servers have the entries, as far as is known."""
         if stream != self.stream:
             kept = self._kept.get(stream)
             return kept[0][0].number if kept else self.next_number(stream)
@@ -254,12 +254,12 @@ class UpdateLog:
         )
 
     def acknowledged(self, peer: Peer, entry: LogEntry) -> None:
-        """A peer has this entry, and all before it in its stream."""
+        """Note that a peer has this entry, and all before it in its stream."""
         self._advance(peer, entry.stream, entry.number + 1)
         self._trim(entry.stream, entry.number + 1)
 
     def _advance(self, peer: Peer, stream: Stream, number: int) -> None:
-        """A peer has all entries of a stream below *number*."""
+        """Note that a peer has all entries of a stream below *number*."""
         cursor = peer.cursors.get(stream)
         if cursor is None or number <= cursor.next:
             return
@@ -269,24 +269,24 @@ class UpdateLog:
             del peer.cursors[stream]
 
     def _trim(self, stream: Stream, number: int) -> None:
-        """Drop the entries below *number* that no peer is still to acknowledge."""
+        """Drop the entries below *number* that all peers have acknowledged."""
         cursors = [peer.cursors.get(stream) for peer in self._peers.values()]
         least = min([number, *(c.next for c in cursors if c is not None)])
         kept = self._kept.get(stream, [])
         self._kept[stream] = [one for one in kept if one[0].number >= least]
 
     def all_acknowledged(self) -> bool:
-        """Whether all active peers have acknowledged everything that is to be sent to them."""
+        """Return whether all active peers have acknowledged all entries for them."""
         return not self.most_unacknowledged()
 
     def most_unacknowledged(self) -> int:
-        """The most entries that an active peer has not acknowledged."""
+        """Return the most entries that an active peer has not acknowledged."""
         return max((peer.unacknowledged() for peer in self._active()), default=0)
 
     # ---- entries of other servers ----
 
     def is_new(self, stream: Stream, number: int) -> bool:
-        """Whether this server has yet to apply an entry.
+        """Return whether this server still has to apply an entry.
 
         Raises:
             UsageError: An entry before it is missing.
@@ -301,7 +301,10 @@ class UpdateLog:
         return True
 
     def receive(self, entry: LogEntry, sender: int, floor: int) -> None:
-        """A new entry was applied. All servers have the entries of its stream below *floor*."""
+        """Store a new entry that was applied.
+
+        All servers have the entries of its stream below *floor*.
+        """
         self._next[entry.stream] = entry.number + 1
         self._kept.setdefault(entry.stream, []).append((entry, sender))
         for peer in self._peers.values():
@@ -309,7 +312,7 @@ class UpdateLog:
         self._trim(entry.stream, floor)
 
     def on_peer_lost(self, lost: int) -> None:
-        """A server is lost. Send on what it has sent here: the others may lack it."""
+        """Forward the entries of a lost server, since the others may lack them."""
         for stream, kept in self._kept.items():
             numbers = [
                 entry.number
@@ -328,13 +331,13 @@ class UpdateLog:
     # ---- active peers ----
 
     def stop_sending(self, peer: Peer) -> None:
-        """Send no update to this peer any more."""
+        """Stop sending updates to this peer."""
         peer.active = False
         peer.stop_updates()
         self._trim(self.stream, self.next_number(self.stream))
 
     def retain_for(self, peer: Peer, entry: int, via: Peer | None) -> int:
-        """Send a peer that enters what *via* lacks, and all entries from now on.
+        """Send an entering peer the entries that *via* lacks, and all entries from now on.
 
         Args:
             peer: The peer. It adopts the state of *via*.
@@ -358,12 +361,12 @@ class UpdateLog:
     # ---- for a state transfer ----
 
     def vector(self) -> list[tuple[int, int, int]]:
-        """By origin and incarnation, the number of the next entry."""
+        """Return, by origin and incarnation, the number of the next entry."""
         vector = {self.stream: 0, **self._next}
         return [(*stream, number) for stream, number in vector.items()]
 
     def restore(self, vector: Iterable[tuple[int, int, int]]) -> None:
-        """Go on with the `vector` of another server, whose state was adopted."""
+        """Continue with the `vector` of another server, whose state was adopted."""
         own = self.next_number(self.stream)
         self._next = {(origin, incarnation): n for origin, incarnation, n in vector}
         self._next[self.stream] = own
@@ -372,5 +375,5 @@ class UpdateLog:
                 self._trim(stream, kept[-1][0].number + 1)
 
     def skip(self, stream: Stream, number: int) -> None:
-        """Entries below this number do not come any more."""
+        """Skip entries below this number, which will not arrive."""
         self._next[stream] = max(number, self.next_number(stream))
