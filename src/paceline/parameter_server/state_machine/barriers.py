@@ -1,30 +1,31 @@
-"""Barriers of all active workers: to load, and to be at one moment.
+"""Barriers of all active workers: to load, or to reach a consistent cut.
 
-A worker *arrives*: its request is answered when all active workers have arrived. Then nothing is under
-way: each has the replies to all of its requests, and sends nothing.
+A worker *arrives*: its request is answered when all active workers have arrived. Then no message is
+in flight: each worker has the replies to all of its requests, and sends nothing.
 
-- A *meet* is that alone. The reply tells the lowest rank that it leads.
-- At a *load*, the lowest rank of those that bring state leads. It is answered first, and sends the
-  state from which all continue. When that is complete it takes effect, gradients of dead workers are
-  dropped, and the others are answered. If the leader dies before, the next one leads. Each worker then
-  takes the loaded state, and arrives once more: no worker sends a gradient before all have it.
+- A *meet* is only that. The reply tells the lowest rank that it leads.
+- At a *load*, the lowest rank of the workers that bring state leads. It gets its reply first, and
+  sends the state from which all continue. When that is complete it takes effect, gradients of dead
+  workers are dropped, and the others get their replies. If the leader dies before, the next one
+  leads. Each worker then pulls the loaded state, and arrives once more: no worker sends a gradient
+  before all have it.
 
 Workers that come back
 ----------------------
 A worker that comes back while others have arrived joins after the barrier. One that has joined and
 has no parameters yet gets them then, or earlier if workers that have yet to arrive wait for its
-gradients. A meet does not wait for a worker that has come back at a step which the others have yet to
-do: it may have missed the point of the meet. Example: workers 0 and 1 meet after step 4; worker 2 died
-before, and has come back with step 5.
+gradients. A meet does not wait for a worker that has come back at a step which the others have yet
+to do: it may have missed the point of the meet. Example: workers 0 and 1 meet after step 4; worker
+2 died before, and has come back with step 5.
 
 A point at which only some arrive
 ---------------------------------
-Workers that have left are not waited for. All others may still arrive, and are waited for, with two
-exceptions:
+The barrier does not wait for workers that have left. All others may still arrive, and it waits for
+them, with two exceptions:
 
-- All missing workers wait for those that have arrived, so none will come. A meet ends with the workers
-  that are there; a load is refused. (If a step may end without some workers, it ends without those that
-  have arrived, and the others come, too.)
+- All missing workers wait for those that have arrived, so none will come. A meet ends with the
+  workers that are there; a load is refused. (If a step may end without some workers, it ends
+  without those that have arrived, and the others come, too.)
 - A worker without a step waits to load, and another one does steps: its script does not load there.
   That is refused, too.
 """
@@ -54,7 +55,7 @@ HOW_TO_LOAD = "every worker that trains calls paceline.load, or load_state_dict,
 
 
 class BarrierEvent(Enum):
-    """What the server is to do after `Barrier.advance`."""
+    """The server's next action after `Barrier.advance`."""
 
     NOTHING = auto()
     NOTHING_TO_LOAD = auto()
@@ -62,20 +63,21 @@ class BarrierEvent(Enum):
     MAY_PULL = auto()
     """Workers that have just joined may pull now; then check the barrier again."""
     STEPS_GO_ON = auto()
-    """Steps end without the workers that wait here, so the discipline's active workers have changed."""
+    """Steps end without the workers that wait here, so the discipline's active workers have
+    changed."""
 
 
 class Barrier:
-    """The barrier that is under way, if any."""
+    """The present barrier, if any."""
 
     def __init__(
         self, shard: ModelShard, pushes: PushOrder, replies: ReplyQueue
     ) -> None:
         self.leader: int | None = None
-        """The worker that loads now."""
+        """The worker that loads now; None: no worker does."""
         self.follows = False
-        """Whether another server decides what pushes wait for: then a push may be answered before
-        any other arrives."""
+        """Whether another server decides which workers a push waits for: then a push may be
+        answered before any other arrives."""
         self.sees_all = True
         """Whether all workers push to this server, so that it knows which have trained."""
         self._shard = shard
@@ -95,8 +97,11 @@ class Barrier:
     # ---- events ----
 
     def arrive(self, sender: Sender, arrive: EnterBarrier) -> None:
-        """A worker is there. Raises `UsageError` in mid-step, and for one that takes a load at
-        which it was not."""
+        """Note a worker's arrival.
+
+        Raises `UsageError` in the middle of a step, and for a worker that confirms a load without
+        having been at it.
+        """
         member = self._members[sender.worker]
         if arrive.kind != "meet":
             self._shard.check_held()
@@ -112,20 +117,23 @@ class Barrier:
         self._arrived[sender.worker] = sender, arrive
 
     def check_not_there(self, what: str, worker: int) -> None:
-        """Raise `UsageError` for a worker that has arrived, and wants to do something else."""
+        """Raise `UsageError` for another request of a worker that has arrived."""
         if worker in self._arrived:
             raise UsageError(f"{what}: worker {worker} is at a barrier")
 
     def step(self) -> int:
-        """The latest of the next steps of those that have arrived."""
+        """Return the latest of the next steps of workers that have arrived."""
         return max(self._members[worker].clock for worker in self._arrived)
 
     def is_under_way(self) -> bool:
         return bool(self._arrived or self._pulling)
 
     def may_pull(self, worker: int) -> bool:
-        """Whether a worker may be given parameters now. Those that were at a load come first;
-        a worker that has joined while others had arrived waits until they have met."""
+        """Return whether a worker may get parameters now.
+
+        Workers at a load come first. A worker that has joined while others had arrived waits until
+        the barrier ends.
+        """
         if self._pulling:
             return worker in self._pulling
         member = self._members[worker]
@@ -133,20 +141,22 @@ class Barrier:
         return self._lets_pull or not held
 
     def is_idle(self) -> bool:
-        """Whether `advance` has nothing to look at."""
+        """Return whether `advance` has no work."""
         return not (
             self._arrived or self._pulling or self._postponed or self._lets_pull
         )
 
     def postpone(self, sender: Sender) -> None:
-        """A worker that comes back joins when the others have met. Raises `UsageError` for one
-        that has asked before."""
+        """Let a worker that comes back join after the barrier.
+
+        Raises `UsageError` for a worker that has asked before.
+        """
         if sender.worker in self._postponed:
             raise UsageError(f"join: worker {sender.worker} has asked to join before")
         self._postponed[sender.worker] = sender
 
     def forget(self, worker: int) -> None:
-        """This worker is lost."""
+        """Remove a lost worker."""
         self._arrived.pop(worker, None)
         self._postponed.pop(worker, None)
         self._members.left_out.discard(worker)
@@ -155,19 +165,22 @@ class Barrier:
             self.leader = None
 
     def has_loaded(self) -> None:
-        """What the leader has sent has taken effect."""
+        """Note that the leader's load has taken effect."""
         self._shard.loads += 1
         self._pulling = set(self._arrived)
         if self.leader is not None:
-            del self._arrived[self.leader]  # its request was answered before
+            # Its request was answered before.
+            del self._arrived[self.leader]
             self.leader = None
         self._release()
 
     # ---- workers at the barrier ----
 
     def advance(self, waiting_to_pull: Collection[int]) -> BarrierEvent:
-        """Something has changed: see whether all are there. *waiting_to_pull*: the workers that
-        wait for parameters."""
+        """Check after a change whether all workers have arrived.
+
+        *waiting_to_pull* are the workers that wait for parameters.
+        """
         if self.leader is not None or not self._pulling.issubset(self._arrived):
             return BarrierEvent.NOTHING
         if self._pulling or not self._arrived:
@@ -178,7 +191,8 @@ class Barrier:
         if missing:
             return self._look_for_mistakes(missing, purposes, waiting_to_pull)
         if not all(self._pushes.owes_nothing(worker) for worker in self._arrived):
-            return BarrierEvent.NOTHING  # late units of their last steps are in flight
+            # Late units of their last steps are in flight.
+            return BarrierEvent.NOTHING
         if len(purposes) > 1:
             self.give_up(self._different_purposes())
         elif "meet" in purposes:
@@ -194,7 +208,8 @@ class Barrier:
             return True
         member = self._members[worker]
         if member.late_joiner and not member.has_parameters:
-            return False  # It gets its first parameters after the barrier.
+            # It gets its first parameters after the barrier.
+            return False
         missed = member.late_joiner and member.first_step >= self.step()
         return not (missed and purposes == {"meet"})
 
@@ -209,13 +224,13 @@ class Barrier:
         return BarrierEvent.NOTHING
 
     def _end(self) -> None:
-        """All have met."""
+        """End the barrier: all workers have arrived."""
         self._pulling, self._lets_pull = set(), False
         self._release()
         self._admit_postponed()
 
     def _release(self) -> None:
-        """Answer those that were not answered before."""
+        """Answer the workers that have no reply yet."""
         self._members.left_out = set()
         arrived = self._taken()
         for worker, (sender, arrive) in arrived.items():
@@ -225,7 +240,7 @@ class Barrier:
             )
 
     def _taken(self) -> dict[int, tuple[Sender, EnterBarrier]]:
-        """Those who have arrived, who are not here any more."""
+        """Return the workers that have arrived, and clear them."""
         arrived = dict(self._arrived)
         self._arrived.clear()
         return arrived
@@ -258,7 +273,8 @@ class Barrier:
             if purposes == {"meet"}:
                 self._end()
                 return BarrierEvent.NOTHING
-            if not self._lets_pull:  # the others may wait for the joined worker
+            # The others may wait for the worker that has joined.
+            if not self._lets_pull:
                 self._lets_pull = True
                 return BarrierEvent.MAY_PULL
             self.give_up(
@@ -271,7 +287,7 @@ class Barrier:
         return BarrierEvent.NOTHING
 
     def _look_for_trained(self, missing: Sequence[int]) -> None:
-        """Give up where one that has not done a step waits to load, and another one has."""
+        """Give up if a worker without a step waits to load, and another one has done a step."""
         fresh = [w for w in self._arrived if not self._has_trained(w)]
         passed = [w for w in missing if self._has_trained(w)]
         fresh = [w for w in fresh if not self._members[w].late_joiner]
@@ -304,7 +320,7 @@ class Barrier:
         return f"{' and '.join(parts)}: all have to do the same after the same step"
 
     def give_up(self, reason: str) -> None:
-        """The barrier cannot end: tell all that wait, there or for an answer to a push."""
+        """Reject all requests that wait at the barrier or for a push, because it cannot end."""
         self._members.left_out = set()
         arrived = self._taken()
         self._lets_pull = False
@@ -315,11 +331,10 @@ class Barrier:
 
 
 class PendingLoad:
-    """One load under way, of one worker: the first one that brings parameters, and later the
-    one that leads at a barrier.
+    """The present load, by one worker: the first with parameters, or later a barrier's leader.
 
     A load comes in many messages, and its worker may die between two of them. So nothing of it
-    takes effect before the last bucket's parameters are in, and then all of it does at once.
+    takes effect before the last bucket's parameters have arrived, and then all of it does at once.
     """
 
     def __init__(
@@ -342,8 +357,10 @@ class PendingLoad:
     def take_parameters(
         self, worker: int, load: Load, payload: torch.Tensor | None
     ) -> bool:
-        """A bucket's parameters; returns whether all of the load is here now. Raises
-        `UsageError` for what does not fit, or not from this worker."""
+        """Store a bucket's parameters; return whether the load is complete.
+
+        Raises `UsageError` for parameters that do not fit, or from a worker that must not load.
+        """
         self._check_may_load("load", worker)
         store = self._shard.store
         parameters = store.fitting("load", load.bucket, payload)
@@ -354,7 +371,7 @@ class PendingLoad:
     def take_state(
         self, worker: int, load: LoadState, payload: torch.Tensor | None
     ) -> None:
-        """A bucket's optimizer state. Raises `UsageError` for what does not fit."""
+        """Store a bucket's optimizer state. Raises `UsageError` if it does not fit."""
         self._check_may_load("load-state", worker)
         store = self._shard.store
         states = store.fitting_state(load.bucket, load.entries, payload)
@@ -364,8 +381,9 @@ class PendingLoad:
     def take_untrained(
         self, worker: int, load: LoadUntrained, payload: torch.Tensor | None
     ) -> None:
-        """Take a part of the state that is not trained. Raises `UsageError` for a part that does not follow
-        the one before.
+        """Store a part of the untrained tensors.
+
+        Raises `UsageError` for a part that does not follow the one before.
         """
         self._check_may_load("load-untrained", worker)
         if payload is None or payload.dtype != torch.uint8:
@@ -380,7 +398,7 @@ class PendingLoad:
         self._parts.append(payload)
 
     def _check_may_load(self, what: str, worker: int) -> None:
-        """Raise `UsageError` where this worker must not load now."""
+        """Raise `UsageError` if this worker must not load now."""
         if self._shard.is_loaded and worker != self._barrier.leader:
             raise UsageError(
                 f"{what}: this server has parameters, and others go on from them: "
@@ -388,21 +406,23 @@ class PendingLoad:
             )
 
     def _go_on(self, worker: int) -> None:
-        """The load under way is this worker's now; what came of another one is of no use."""
+        """Continue this worker's load; drop the messages of another worker's load."""
         if self._worker != worker:
             self._clear()
             self._worker = worker
 
     def forget(self, worker: int) -> None:
-        """This worker is lost: nothing of its load is used."""
+        """Drop the load of a lost worker."""
         if worker == self._worker:
             self._clear()
 
     # ---- a complete load ----
 
     def apply(self) -> None:
-        """Let all loaded state take effect. Active workers are at the barrier, and have nothing under way: gradients
-        that are held are of dead workers.
+        """Let all loaded state take effect.
+
+        Active workers are at the barrier, and have no message in flight: stored gradients are of
+        dead workers.
         """
         store = self._shard.store
         if self._parts:

@@ -2,29 +2,29 @@
 
 Pushes
 ------
-With g a worker's gradient, w its weight, e the worker's residual (if it has error feedback), and C the
-compressor:
+With g a worker's gradient, w its weight, e the worker's residual (if it has error feedback), and C
+the compressor:
 
     the worker sends C(w g + e);  the server decompresses it, and divides by w
 
-So disciplines, norms and optimizers see a gradient as without compression. Residuals are shares of the
-average, as in workers that form averages themselves. A step that leaves out a late gradient leaves it
-out decompressed.
+So disciplines, norms and optimizers see a gradient as without compression. Residuals are shares of
+the average, as in workers that form averages themselves. A step that leaves out a late gradient
+leaves it out decompressed.
 
 Replies
 -------
-If replies are differences, the server has a *replica* h of each worker's parameters. A pull returns all
-of the parameters x, and then h is x. The reply to a push is
+If replies are differences, the server has a *replica* h of each worker's parameters. A pull returns
+all of the parameters x, and then h is x. The reply to a push is
 
     C(x - h);  h = h + decompressed C(x - h)
 
-and the worker adds the same to its parameters, which so have the bits of h. The next difference contains
-the compression error: h is the residual. This is EF21-P (Gruntkowska, Tyurin and Richtarik, "EF21-P and
-friends", ICML 2023) with one h for each worker, since each gets its replies at times of its own. The
-compressor must bring h nearer to x: see `check_brings_nearer`.
+and the worker adds the same to its parameters, which so have the bits of h. The next difference
+contains the compression error: h is the residual. This is EF21-P (Gruntkowska, Tyurin and
+Richtarik, "EF21-P and friends", ICML 2023) with one h for each worker, since each gets its replies
+at times of its own. The compressor must bring h nearer to x: see `check_brings_nearer`.
 
-Decompressed numbers are added when all of them are there, not one by one. A processor that multiplies
-and adds in one instruction would end with other bits than one that does not.
+Decompressed numbers are added when all of them have arrived, not one by one. A processor that
+multiplies and adds in one instruction would end with other bits than one that does not.
 """
 
 from __future__ import annotations
@@ -51,14 +51,16 @@ from paceline.spec import nested
 
 
 def shape_of(unit: Unit) -> tuple[int, ...]:
-    """The shape of a unit for compressors: a part of a tensor is a matrix of one row, since vectors may be left
-    uncompressed as small.
+    """Return the shape of a unit for compressors.
+
+    A part of a tensor is a matrix of one row, since compressors may leave vectors uncompressed as
+    small.
     """
     return (1, unit.elements) if unit.shape is None else unit.shape
 
 
 def views(flat: torch.Tensor, units: Sequence[Unit]) -> list[torch.Tensor]:
-    """The *units* in a *flat* part of a bucket, in their shapes for compressors."""
+    """Return the *units* in a *flat* part of a bucket, in their shapes for compressors."""
     pieces = flat.split([unit.elements for unit in units])
     return [
         piece.view(shape_of(unit)) for piece, unit in zip(pieces, units, strict=True)
@@ -70,7 +72,7 @@ def code_bytes(
     shapes: Sequence[Sequence[int]],
     dtype: torch.dtype,
 ) -> int:
-    """Bytes of a compressed payload of tensors of these *shapes*, once all first steps are over."""
+    """Return the bytes of a compressed payload of tensors of these *shapes*, in steady state."""
     return check_decodes_per_worker(compression.steady_state()).code_bytes(
         shapes, dtype
     )
@@ -95,8 +97,9 @@ class ServerCompression:
     # ---- pushes ----
 
     def gradient(self, push: Push, payload: torch.Tensor | None) -> torch.Tensor:
-        """A push's gradient, decompressed. Raises `UsageError`, with nothing changed, for a payload that does not fit
-        the bucket.
+        """Return a push's gradient, decompressed.
+
+        Raises `UsageError`, with nothing changed, for a payload that does not fit the bucket.
         """
         store = self._store
         store.check_bucket(push.bucket)
@@ -119,7 +122,10 @@ class ServerCompression:
     # ---- answers ----
 
     def given(self, worker: int, bucket: int, values: torch.Tensor) -> int:
-        """Note that a worker gets all of a bucket, *values*, which stay unchanged; return the sequence."""
+        """Note that a worker gets all of a bucket; return the sequence.
+
+        *values*, the parameters, must stay unchanged.
+        """
         if self.replicas is None:
             return 0
         before = self.replicas.get((worker, bucket))
@@ -129,8 +135,7 @@ class ServerCompression:
         return sequence
 
     def check_given(self, worker: int, bucket: int) -> None:
-        """Raise `UsageError` for a worker that cannot be answered with differences: it was never
-        given the bucket."""
+        """Raise `UsageError` if a worker never got the bucket, and so cannot get differences."""
         if self.replicas is not None and (worker, bucket) not in self.replicas:
             raise UsageError(
                 f"push: worker {worker} has not pulled bucket {bucket}, and answers are "
@@ -138,8 +143,10 @@ class ServerCompression:
             )
 
     def difference(self, worker: int, bucket: int) -> tuple[torch.Tensor, int]:
-        """What a worker is sent instead of a bucket, and the sequence. Raises `UsageError` for one
-        that was never given the bucket."""
+        """Return the compressed difference of a bucket for a worker, and the sequence.
+
+        Raises `UsageError` for a worker that never got the bucket.
+        """
         assert self.replicas is not None
         self.check_given(worker, bucket)
         replica = self.replicas[worker, bucket]
@@ -149,7 +156,8 @@ class ServerCompression:
             bucket, sum(self._answers.memory_passes(1)) + _SUBTRACTED_AND_ADDED
         )
         if self._store.bytes[bucket] != now.numel() * now.element_size():
-            return now.clone(), replica.sequence  # only in virtual time
+            # This happens only in virtual time.
+            return now.clone(), replica.sequence
         if not replica.is_own:
             replica.values, replica.is_own = replica.values.clone(), True
         units = self._units[bucket]
@@ -160,7 +168,7 @@ class ServerCompression:
         return code, replica.sequence
 
     def forget(self, worker: int) -> None:
-        """This worker is lost, or needs no more differences."""
+        """Drop the replicas of a worker that is lost, or needs no more differences."""
         if self.replicas is not None:
             for key in [key for key in self.replicas if key[0] == worker]:
                 del self.replicas[key]
@@ -184,8 +192,13 @@ _SUBTRACTED_AND_ADDED = 6.0
 
 @dataclass
 class _WorkerReplica:
-    """A worker's copy of one bucket. *states*: of the compressor of its differences; *sequence*: of its last
-    reply; *is_own*: others do not share *values*.
+    """A worker's copy of one bucket.
+
+    Attributes:
+        values: The parameters.
+        states: States of the compressor of its differences.
+        sequence: Number of its last reply.
+        is_own: Whether no other replica shares *values*.
     """
 
     values: torch.Tensor
@@ -198,8 +211,10 @@ class _WorkerReplica:
 
 
 def spec_of_code(compression: GradientCompression) -> str:
-    """What a server makes it from. Raises `UsageError` for one that is not registered as it
-    is."""
+    """Return the spec from which a server makes the compressor.
+
+    Raises `UsageError` for a compressor that is not registered in the same form.
+    """
     spec, _ = nested("compression", keys_of(compression))
     # A server decompresses all steps alike, so only workers apply warm-ups.
     if (
@@ -237,8 +252,10 @@ def check_answers(
 def check_pushed(
     method: Method, compression: GradientCompression, replies: Replies
 ) -> None:
-    """Raise `UsageError` for what cannot be pushed under a *method* whose servers update, or
-    be answered by them."""
+    """Raise `UsageError` for compression that a *method* with updating servers does not support.
+
+    The workers could not push compressed gradients, or the servers could not send such *replies*.
+    """
     if not getattr(method, "compressible_pushes", False):
         raise UsageError(
             f"compression {compression.name!r} with method {method.name!r}: the method pushes "
@@ -252,7 +269,7 @@ def check_pushed(
 
 
 def check_decodes_per_worker(compression: GradientCompression) -> GradientCompression:
-    """Return *compression*. Raise `UsageError` unless a server can decode what one worker sends."""
+    """Return *compression*. Raise `UsageError` unless a server can decompress one worker's push."""
     if not compression.decodes_per_worker:
         raise UsageError(
             f"compression {compression.name!r} with servers that update: servers decompress "
@@ -270,8 +287,9 @@ _PROBE = 64, 256
 def check_brings_nearer(compression: GradientCompression) -> None:
     """Raise `UsageError` for a compressor that cannot compress differences.
 
-    Differences would grow from one to the next where its error is larger than the tensor. They make no
-    sense to a compressor that adds up what it is given."""
+    Differences would grow from one to the next if its error is larger than the tensor. A compressor
+    that accumulates its inputs cannot use them either.
+    """
     answers = check_decodes_per_worker(compression.for_replies())
     if not (answers.code.takes_error_feedback or answers.unbiased):
         raise UsageError(

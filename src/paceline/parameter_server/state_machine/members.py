@@ -1,4 +1,4 @@
-"""The workers of a training: which are active, in which incarnation, and at which step."""
+"""Tracks the workers of a training: which are active, in which incarnation, and at which step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STATE_CHANGES = (
 
 @dataclass
 class WholeStep:
-    """A step of a worker whose main pushes are all in."""
+    """A step of a worker whose main pushes have all arrived."""
 
     left: dict[int, list[int]]
     """By bucket: the units that its main push left out, until they arrive late."""
@@ -59,7 +59,7 @@ class Member:
     late_joiner: bool = False
     """Whether it joined a running training."""
     has_parameters: bool = False
-    """Whether it was given parameters."""
+    """Whether it got parameters."""
     has_buffers: bool = False
     """Whether the buffers that it sends are derived from the server's."""
     lost: bool = False
@@ -73,12 +73,12 @@ class Member:
     """The last steps before that, by number: their late pushes may still arrive."""
 
     def begins_with(self, step: int) -> None:
-        """*step* is its next one, whatever it has done before."""
+        """Begin with *step* as the next one, after any former steps."""
         self.first_step = self.clock = step
         self.whole.clear()
 
     def step_is_whole(self) -> None:
-        """All buckets of the step under way are in."""
+        """End the present step: the pushes of all buckets have arrived."""
         left = {bucket: units for bucket, units in self.begun.items() if units}
         self.whole[self.clock] = WholeStep(left)
         self.begun = {}
@@ -88,9 +88,9 @@ class Member:
 
 
 class Members:
-    """The workers of a job: those that are to come, that train, that have left, or are lost.
+    """The workers of a job: awaited, active, left, or lost.
 
-    A worker that was restarted has another *incarnation*; one before it is lost.
+    A worker that was restarted has another *incarnation*; the one before it is lost.
     """
 
     def __init__(self, workers: int) -> None:
@@ -104,7 +104,7 @@ class Members:
         self._awaited = set(range(workers))
         """Workers that must join before the first step, and have not joined yet."""
         self.left_out: set[int] = set()
-        """Those of them without which steps end."""
+        """The awaited or active workers without which steps end."""
         self.at_barrier: Collection[int] = ()
         """Workers that wait for all others."""
         self.begin = 0
@@ -121,7 +121,7 @@ class Members:
     # ---- active workers ----
 
     def is_one(self, worker: int) -> bool:
-        """Whether the job has such a worker."""
+        """Return whether the job has such a worker."""
         return 0 <= worker < self._workers
 
     def is_alive(self, worker: int, incarnation: int) -> bool:
@@ -131,21 +131,23 @@ class Members:
         )
 
     def has_older(self, worker: int, incarnation: int) -> bool:
-        """Whether an incarnation before this one is here, and not lost."""
+        """Return whether an earlier incarnation is here, and not lost."""
         member = self._known.get(worker)
         return (
             member is not None and member.incarnation < incarnation and not member.lost
         )
 
     def hear_of(self, worker: int, incarnation: int) -> None:
-        """This incarnation is the worker from now on, unless there was a later one."""
+        """Let this incarnation be the worker from now on, unless there was a later one."""
         member = self._known.get(worker)
         if member is None or incarnation > member.incarnation:
             self._known[worker] = Member(incarnation)
 
     def why_unknown(self, sender: Sender, joins: bool) -> str:
-        """Why a request of this sender is refused; empty where its worker is here. *joins*: the
-        request asks to take part."""
+        """Return why a request of this sender is refused; empty if its worker is here.
+
+        *joins*: it is a request to join.
+        """
         if not 0 <= sender.worker < self._workers:
             return f"worker {sender.worker}: there are only {self._workers} workers"
         member = self._known.get(sender.worker)
@@ -156,7 +158,7 @@ class Members:
         return "" if joins or member.joined else "join first"
 
     def state(self, worker: int) -> str:
-        """One of `STATES`."""
+        """Return the worker's state, one of `STATES`."""
         if worker in self._awaited:
             return "awaited"
         if not self.has_joined(worker):
@@ -166,15 +168,15 @@ class Members:
         return "at a barrier" if worker in self.at_barrier else "training"
 
     def missing(self) -> list[int]:
-        """Workers that are to come, or to come back, and have not."""
+        """Return workers that must still come, or come back."""
         return sorted(self._awaited | self._returning)
 
     def is_awaited(self, worker: int) -> bool:
-        """Whether all wait for it, at the first step."""
+        """Return whether all workers wait for this one, at the first step."""
         return worker in self._awaited
 
     def join(self, worker: int, step: int, late_joiner: bool) -> None:
-        """A worker takes part from *step* on."""
+        """Let a worker take part from *step* on."""
         self._awaited.discard(worker)
         self._returning.discard(worker)
         self._known[worker].joined = True
@@ -183,12 +185,12 @@ class Members:
         self._known[worker].begins_with(step)
 
     def leave(self, worker: int) -> None:
-        """A worker has done all of its steps: no worker waits for another one."""
+        """Note that a worker has done all of its steps: no worker waits for it any more."""
         self._known[worker].leaving = True
         self._left.add(worker)
 
     def has_left(self, worker: int) -> bool:
-        """Whether this incarnation of a worker, or an earlier one, has done all of its steps."""
+        """Return whether any incarnation of a worker up to this one has done all of its steps."""
         return worker in self._left
 
     def lose(self, worker: int) -> None:
@@ -198,24 +200,24 @@ class Members:
         self._awaited.discard(worker)
 
     def is_done(self, worker: int) -> None:
-        """This worker will not come, nor come back."""
+        """Note that this worker will not come, nor come back."""
         self._awaited.discard(worker)
         self._returning.discard(worker)
 
     def everybody(self) -> list[int]:
-        """The workers that take part in a reduction: also those that are out of data."""
+        """Return the workers that take part in a reduction: also those that are out of data."""
         return sorted(self._present().keys() | self._awaited)
 
     def nobody_trains(self) -> bool:
-        """Whether no worker is active, and none is to come, or to come back."""
+        """Return whether no worker is active, and none must still come, or come back."""
         return not (self._training() or self._awaited or self._returning)
 
     def is_over(self) -> bool:
-        """Whether workers were here, and none is active any more."""
+        """Return whether workers were here, and none is active any more."""
         return bool(self._known) and self.nobody_trains()
 
     def clocks(self) -> dict[int, int]:
-        """By worker that trains: the number of its next step; from any thread."""
+        """Return, by worker that trains, the number of its next step. Any thread may call this."""
         known = list(self._known.items())
         return {
             worker: member.clock
@@ -224,11 +226,11 @@ class Members:
         }
 
     def is_between_steps(self) -> bool:
-        """Whether no worker is in the middle of its pushes."""
+        """Return whether no worker is in the middle of its pushes."""
         return not any(member.begun for _, member in self._training())
 
     def trains(self) -> list[int]:
-        """The workers that a barrier of all waits for: active ones, and those that are awaited."""
+        """Return the workers that a barrier waits for: active ones, and awaited ones."""
         return sorted({w for w, _ in self._training()} | self._awaited)
 
     def has_joined(self, worker: int) -> bool:
@@ -236,7 +238,7 @@ class Members:
         return member is not None and member.joined and not member.lost
 
     def has_begun_training(self) -> bool:
-        """Whether any worker has sent a gradient."""
+        """Return whether any worker has sent a gradient."""
         return self.furthest > max([self.begin, *self._begins.values()])
 
     def _present(self) -> dict[int, Member]:
@@ -248,19 +250,20 @@ class Members:
     # ---- progress of workers ----
 
     def begin_with(self, step: int, own: Mapping[int, int]) -> None:
-        """Begin with *step*, before any worker has joined; workers of which later gradients are in begin each with
-        its *own* step.
+        """Begin with *step*, before any worker has joined.
+
+        Workers with later gradients in the parameters begin each with its *own* step.
         """
         self.begin = self.furthest = step
         self.begin_later(own)
 
     def begin_later(self, own: Mapping[int, int]) -> None:
-        """Workers that have yet to join begin with their *own* steps, if these are later."""
+        """Let workers that have yet to join begin with their *own* steps, if these are later."""
         self._begins = {worker: its for worker, its in own.items() if its > self.begin}
         self.furthest = max([self.furthest, *self._begins.values()])
 
     def begin_of(self, worker: int) -> int:
-        """The first step of a worker that is there from the beginning."""
+        """Return the first step of a worker that joins before training begins."""
         return self._begins.get(worker, self.begin)
 
     def active_workers(self, step: int) -> list[int]:
@@ -269,14 +272,14 @@ class Members:
         return sorted(mine - self.left_out)
 
     def clock(self, worker: int) -> int:
-        """The number of a worker's next step; of one that has yet to join, of its first."""
+        """Return the number of a worker's next step; before it has joined, of its first."""
         member = self._known.get(worker)
         if member is not None and member.joined:
             return member.clock
         return self.begin_of(worker)
 
     def first_step(self, worker: int) -> int:
-        """The step that a worker has joined with, or will."""
+        """Return the step that a worker has joined with, or will."""
         member = self._known.get(worker)
         if member is not None and member.joined:
             return member.first_step
@@ -287,7 +290,7 @@ class Members:
         return min([*clocks, *map(self.begin_of, self._awaited)], default=self.furthest)
 
     def goes_on_with(self, worker: int, step: int) -> None:
-        """A worker leaves out its steps before this one, which it has not begun yet."""
+        """Let a worker leave out its steps before this one, which it has not begun yet."""
         self._known[worker].begins_with(step)
         self.furthest = max(self.furthest, step)
 

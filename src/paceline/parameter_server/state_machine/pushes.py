@@ -1,14 +1,14 @@
-"""Accepts the pushes that make sense, in the order of steps.
+"""Accepts valid pushes, in the order of steps.
 
-Each of a worker's buckets has one main push per step; they come in any order. The last one moves the
-worker's clock, and the next step may begin. A worker may leave out steps if another server named a
-later one, once all of its pushes are answered.
+Each of a worker's buckets has one main push per step; they come in any order. The last one moves
+the worker's clock, and the next step may begin. A worker may leave out steps if another server
+named a later one, once all of its pushes are answered.
 
-A discipline that takes parts (`Discipline.accepts_partial_pushes`) accepts main pushes of some units.
-The remaining units come late, all in one push: after all main pushes of their step, before the late
-pushes of the next step, and before the main pushes of the step after that. Without this rule others
-would wait for ever for units that never come. So messages that must follow them, a leave included, are
-refused before them.
+A discipline that takes parts (`Discipline.accepts_partial_pushes`) accepts main pushes of some
+units. The remaining units come late, all in one push: after all main pushes of their step, before
+the late pushes of the next step, and before the main pushes of the step after that. Without this
+rule other workers would wait forever for units that never come. So messages that must follow late
+units, a leave included, are refused before them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.parameter_server.state_machine.shard import ModelShard
 
 
 class PushOrder:
-    """Which pushes a server accepts, by what has come of each worker before."""
+    """Decides which pushes a server accepts, by the worker's pushes before."""
 
     def __init__(self, shard: ModelShard) -> None:
         self._shard = shard
@@ -36,8 +36,10 @@ class PushOrder:
     def accept(
         self, sender: Sender, push: Push, payload: torch.Tensor | None
     ) -> PushedGradient:
-        """A push that is in, from now on. Raises `UsageError`, with nothing changed, where
-        it does not fit, or does not come at its time."""
+        """Accept a push.
+
+        Raises `UsageError`, with nothing changed, if it does not fit, or comes out of order.
+        """
         shard, worker = self._shard, sender.worker
         if shard.fault:
             raise UsageError(shard.fault)
@@ -71,28 +73,27 @@ class PushOrder:
     # ---- unanswered pushes ----
 
     def give_up(self) -> list[Sender]:
-        """No push will be answered any more: the workers that wait."""
+        """Drop all unanswered pushes; return their senders, which wait."""
         unanswered = [sender for sender, _ in self._shard.unanswered.values()]
         self._shard.unanswered.clear()
         return unanswered
 
     def is_idle(self, worker: int) -> bool:
-        """Whether a worker is between steps, and all of its pushes are answered."""
+        """Return whether a worker is between steps, and all of its pushes are answered."""
         return not (self._kinds_of(worker) or self._members[worker].begun)
 
     def owes_nothing(self, worker: int) -> bool:
-        """Whether a worker is idle, and has sent all late units of its steps."""
+        """Return whether a worker is idle, and has sent all late units of its steps."""
         steps = self._members[worker].whole.values()
         return self.is_idle(worker) and not any(step.left for step in steps)
 
     def can_only_wait(self, worker: int) -> bool:
-        """Whether a worker has sent all main pushes of a step, and waits for their
-        answers."""
+        """Return whether a worker has sent all main pushes of a step, and waits for their replies."""
         begun = self._members[worker].begun
         return not begun and False in self._kinds_of(worker)
 
     def _kinds_of(self, worker: int) -> set[bool]:
-        """Of a worker's unanswered pushes, whether there are main ones and late ones."""
+        """Return the kinds of a worker's unanswered pushes: True for late, False for main."""
         return {
             late for to, late in self._shard.unanswered.values() if to.worker == worker
         }
@@ -186,8 +187,10 @@ class PushOrder:
     def check_late_units(
         self, what: str, worker: int, member: Member, before: int, then: str
     ) -> None:
-        """Raise `UsageError` unless all late units of a worker's steps *before* this one are
-        in; *then*: what the worker wants to do after them."""
+        """Raise `UsageError` unless all late units of steps *before* this one have arrived.
+
+        *then* is the worker's next action, for the message.
+        """
         for number, step in member.whole.items():
             if number < before and step.left:
                 bucket, units = min(step.left.items())
@@ -197,8 +200,11 @@ class PushOrder:
                 )
 
     def _check_is_left(self, worker: int, push: Push, left: list[int]) -> None:
-        """A unit that came twice would wait for a second update in its step; one that never
-        came would wait for its first."""
+        """Raise `UsageError` unless a late push has exactly the units that its step has left out.
+
+        A unit that came twice would wait for a second update in its step. One that never came would
+        wait for its first.
+        """
         units = list(self._shard.store.numbers(push.bucket, push.units))
         if not left or units != left:
             expected = f"units {left}, all that worker {worker} has left out"

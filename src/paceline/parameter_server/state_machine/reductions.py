@@ -15,8 +15,11 @@ from paceline.parameter_server.state_machine.replies import ReplyQueue
 
 
 class Reductions:
-    """The all-reduces under way. Workers that are here, or are to come, take part; a reduction
-    ends, and is answered, when the parts of all of them are in."""
+    """The open all-reduces.
+
+    Workers that are here, or are to come, take part. A reduction ends, and workers get its result,
+    when the parts of all of them have arrived.
+    """
 
     def __init__(self, members: Members, replies: ReplyQueue) -> None:
         self._members = members
@@ -26,8 +29,10 @@ class Reductions:
         self._added = 0
 
     def add(self, sender: Sender, reduce: Reduce, payload: torch.Tensor | None) -> None:
-        """A worker's part has come; it is used up. Raises `UsageError`, with nothing
-        changed, where it does not fit."""
+        """Add a worker's part, whose memory is reused.
+
+        Raises `UsageError`, with nothing changed, if it does not fit.
+        """
         if payload is None:
             raise UsageError("reduce: expected a payload, got none")
         _check_reducible(reduce, payload)
@@ -57,15 +62,17 @@ class Reductions:
                 self._replies.reply(sender, Reduced(), result)
 
     def take_added(self) -> int:
-        """Bytes that were added up since this was last called."""
+        """Return the bytes that were added since the last call."""
         added, self._added = self._added, 0
         return added
 
 
 class _Reduction:
-    """One all-reduce under way: adds up one tensor per worker in the order of ranks, so that the
-    bits are the same in all runtimes. A tensor that is early is held until those before it have
-    come."""
+    """One open all-reduce: adds one tensor per worker in the order of ranks.
+
+    So the bits are the same in all runtimes. A tensor that is early is held until those before it
+    have arrived.
+    """
 
     def __init__(self, operation: str, like: torch.Tensor) -> None:
         self.operation = operation
@@ -78,7 +85,7 @@ class _Reduction:
         self._total: torch.Tensor | None = None
 
     def check(self, reduce: Reduce, payload: torch.Tensor, worker: int) -> None:
-        """Raise `UsageError` unless a worker's part fits those that are in."""
+        """Raise `UsageError` unless a worker's part fits the parts before."""
         elements, dtype = self._like
         same = (payload.numel(), payload.dtype) == self._like
         if not same or reduce.operation != self.operation:
@@ -96,13 +103,16 @@ class _Reduction:
             )
 
     def add(self, rank: int, tensor: torch.Tensor, expected: Sequence[int]) -> None:
-        """*tensor* is used up. *expected*: all who are to come, or have, in rank order."""
+        """Add a worker's *tensor*, whose memory is reused.
+
+        *expected* are all workers that must still send parts, or have done so, in rank order.
+        """
         self.ranks.append(rank)
         self._early[rank] = tensor
         self.settle(expected)
 
     def settle(self, expected: Sequence[int]) -> None:
-        """Add what can be added, now that these are *expected*."""
+        """Add all parts that can be added, with these workers *expected*."""
         first = min((r for r in expected if r not in self.ranks), default=None)
         for rank in sorted(self._early):
             if first is not None and rank > first:
@@ -110,7 +120,7 @@ class _Reduction:
             self._put(self._early.pop(rank))
 
     def result(self) -> torch.Tensor:
-        """The result, once all parts are in; the first rank's tensor has become it."""
+        """Return the result, once all parts have arrived; it is the first rank's tensor."""
         assert self._total is not None, "nothing was added"
         assert not self._early, "parts are missing"
         if self.operation == "mean":

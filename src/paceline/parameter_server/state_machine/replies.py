@@ -14,7 +14,8 @@ from paceline.parameter_server.state_machine.members import Members
 log = logging.getLogger(__name__)
 
 REFUSALS_LOGGED = 100
-"""Refusals that are logged; later ones are only counted, since a worker may repeat an error for ever."""
+"""Refusals that are logged; later ones are only counted, since a worker may repeat an error
+forever."""
 
 
 class ReplyQueue:
@@ -34,7 +35,7 @@ class ReplyQueue:
             self._queue.append(Reply(to, message, payload))
 
     def reject(self, to: Sender, reason: str) -> None:
-        """A worker's request cannot be done."""
+        """Reject a worker's request, which the server cannot carry out."""
         self._counts["requests refused"] += 1
         refused = self._counts["requests refused"]
         if refused <= REFUSALS_LOGGED:
@@ -50,6 +51,6 @@ class ReplyQueue:
         self._queue.append(Reply(to, Rejected(reason=reason)))
 
     def take(self) -> list[Reply]:
-        """All replies, once."""
+        """Return all replies, once."""
         queue, self._queue = self._queue, []
         return queue

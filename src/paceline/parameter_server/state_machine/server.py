@@ -1,21 +1,22 @@
 """The parameter server as a state machine: no I/O, no clock, no threads.
 
 `ParameterServer` takes one event at a time, and returns the replies that leave with it.
-`TRANSITIONS` has a row for each event: what it changes, and when it is answered.
+`TRANSITIONS` has a row for each event: its changes, and when it is answered.
 
-Where workers disagree about a step's hyperparameters, or about its units, training cannot go
-on: all pushes and pulls that wait are refused, and all pushes that come.
+If workers disagree about a step's hyperparameters, or about its units, training cannot continue:
+the server refuses all waiting pushes and pulls, and all later pushes.
 
-What it is made of:
+Its parts:
 
 - `shard`: the parameters (`store`), and the method's discipline, which decides when they are
-  updated and who is answered. `shard.ClippedStep` holds a step's updates until its norm is known.
-- `members`: the workers, and how far each of them is.
-- `pushes`: which pushes are accepted.
-- `barriers`: where all workers wait for each other, and what is loaded there.
+  updated and which workers get replies. `shard.ClippedStep` holds a step's updates until its norm
+  is known.
+- `members`: the workers, and their steps.
+- `pushes`: accepts pushes.
+- `barriers`: barriers of all workers, and loads.
 - `reductions`: all-reduces.
-- `replies`: what leaves when a transition ends.
-- here: joins, pulls, leaves, snapshots, and what each event sets off.
+- `replies`: the replies that leave when a transition ends.
+- this module: joins, pulls, leaves, snapshots, and the consequences of each event.
 """
 
 from __future__ import annotations
@@ -75,10 +76,13 @@ from paceline.parameter_server.state_machine.store import UntrainedTensors
 
 
 class Transition(NamedTuple):
-    """What an event does.
+    """The effect of an event.
 
-    *handler*: the method of `ParameterServer` that takes it. *on_parameters*: a server that only
-    reduces rejects it.
+    Attributes:
+        handler: The method of `ParameterServer` that handles it.
+        changes: Its changes, for the documentation.
+        reply: Its reply, for the documentation.
+        on_parameters: Whether a server that only reduces rejects it.
     """
 
     handler: str
@@ -188,17 +192,18 @@ TRANSITIONS: dict[type | str, Transition] = {
 """Handlers by request or other event. Other requests belong to other kinds of services."""
 
 MakeDiscipline = Callable[[str], Discipline | None]
-"""Makes a discipline from the method's spec when the first worker joins; None if the server only reduces."""
+"""Makes a discipline from the method's spec when the first worker joins; None if the server only
+reduces."""
 
 
 class ParameterServer(Service):
     """A server that holds a part of the model, or only reduces, for *workers* workers.
 
     Args:
-        workers: How many there are to be.
-        make_discipline: Makes a discipline, at the first join and after each load. Without, the
+        workers: Number of workers.
+        make_discipline: Makes a discipline, at the first join and after each load. Without it, the
             server holds no parameters, and only reduces.
-        name: The server's, for its log.
+        name: The server's name in its log.
     """
 
     def __init__(
@@ -262,7 +267,7 @@ class ParameterServer(Service):
         return self._finish()
 
     def on_worker_finished(self, worker: int, now: float) -> list[Reply]:
-        """A worker's script has ended well: if it is not here, it does not come back."""
+        """Note that a worker's script has ended well: if it is absent, it does not come back."""
         self.shard.now = now
         self.members.is_done(worker)
         self._after_departure()
@@ -281,7 +286,7 @@ class ParameterServer(Service):
         return work._replace(added=work.added + self.reductions.take_added())
 
     def _finish(self) -> list[Reply]:
-        """End a transition: see what it has set off, and return the replies that leave."""
+        """End a transition: handle its consequences, and return the replies that leave."""
         if self.shard.fault and not self._stopped:
             self._stop()
         if not self.barrier.is_idle():
@@ -291,7 +296,7 @@ class ParameterServer(Service):
         return self.replies.take()
 
     def _stop(self) -> None:
-        """Training cannot go on: no request waits for it."""
+        """Reject all waiting requests, because training cannot continue."""
         self._stopped = True
         self.barrier.give_up(self.shard.fault)
         self._grant_pulls()
@@ -299,7 +304,7 @@ class ParameterServer(Service):
     # ---- joining ----
 
     def _notice_incarnation(self, worker: int, incarnation: int) -> None:
-        """An incarnation of a worker is there, or was: one before it is lost."""
+        """Note an incarnation of a worker, present or lost: an earlier one is lost."""
         if self.members.is_one(worker):
             if self.members.has_older(worker, incarnation):
                 self._lose(worker)
@@ -321,8 +326,10 @@ class ParameterServer(Service):
             self._admit(sender)
 
     def _hold(self, join: Join) -> None:
-        """Hold the model that *join* describes. Raises `UsageError`, with nothing changed, where
-        it cannot be held here."""
+        """Make room for the model that *join* describes.
+
+        Raises `UsageError`, with nothing changed, if this server cannot hold it.
+        """
         discipline = self._new_discipline(join)
         if discipline is not None:
             self.shard.hold(discipline, join)
@@ -358,7 +365,8 @@ class ParameterServer(Service):
     ) -> None:
         worker = sender.worker
         if message.step and self.shard.is_held:
-            self._begin_with(worker, message.step)  # may refuse
+            # The step may be refused.
+            self._begin_with(worker, message.step)
         if message.late_joiner:
             self.members[worker].late_joiner = True
         if message.moved_away and self.shard.compression is not None:
@@ -372,7 +380,8 @@ class ParameterServer(Service):
     def _on_push(
         self, sender: Sender, push: Push, payload: torch.Tensor | None
     ) -> None:
-        if not push.late:  # late units may arrive after their worker is at a barrier
+        # Late units may arrive after their worker is at a barrier.
+        if not push.late:
             self.barrier.check_not_there("push", sender.worker)
         taken = self.pushes.accept(sender, push, payload)
         self.shard.on_push(taken)
@@ -435,7 +444,7 @@ class ParameterServer(Service):
         self._after_departure()
 
     def _after_departure(self) -> None:
-        """A worker has gone: answer those who waited for it."""
+        """Answer the workers that waited for one that has left."""
         if self.shard.is_held:
             self.shard.on_change()
             self._grant_pulls()
@@ -452,7 +461,8 @@ class ParameterServer(Service):
     ) -> None:
         self.barrier.arrive(sender, arrive)
         if isinstance(self.shard.discipline, GroupServerDiscipline):
-            self.shard.on_change()  # a group need not wait for workers at other groups' barriers
+            # A group need not wait for workers at other groups' barriers.
+            self.shard.on_change()
 
     def _advance_barrier(self) -> None:
         event = self.barrier.advance(self._waiting_to_pull())
@@ -497,7 +507,7 @@ class ParameterServer(Service):
         self._grant_pulls()
 
     def renew(self, step: int) -> None:
-        """Other parameters were loaded before *step*: a new discipline goes on with them."""
+        """Continue with a new discipline, because other parameters were loaded before *step*."""
         assert self._first_join is not None
         discipline = self._new_discipline(self._first_join)
         assert discipline is not None
@@ -515,9 +525,11 @@ class ParameterServer(Service):
         self._grant_pulls()
 
     def _begin_with(self, worker: int, step: int) -> None:
-        """A worker says what its next step is. Where it has sent nothing yet that may be an
-        earlier one than was thought: another server has let it in. Raises `UsageError` for a
-        step too far ahead."""
+        """Set the next step that a worker reports.
+
+        If it has sent nothing yet, that may be an earlier one than the server knew, because another
+        server has admitted it. Raises `UsageError` for a step too far ahead.
+        """
         member = self.members[worker]
         if step < member.clock == member.first_step and self.pushes.is_idle(worker):
             member.begins_with(step)
@@ -526,8 +538,8 @@ class ParameterServer(Service):
     def _go_on_with(self, what: str, worker: int, step: int) -> None:
         """Let a worker continue with *step*, and wait for no earlier step of it.
 
-        Example: it has joined, and another server is further than this one; or it came too late for its own step.
-        Raises `UsageError` for a step too far ahead.
+        Example: it has joined, and another server is further than this one; or it came too late for
+        its own step. Raises `UsageError` for a step too far ahead.
         """
         if step > self.members[worker].clock and self.pushes.is_idle(worker):
             self.members.check_step(what, step)
@@ -609,8 +621,11 @@ class ParameterServer(Service):
                 self._pulls.append((sender, pull))
 
     def _send_all(self, to: Sender, pull: Pull, is_last: bool) -> None:
-        """Send all of a bucket. It becomes what the worker holds, unless it only looks, or needs
-        no more."""
+        """Send all of a bucket, and note that the worker holds it.
+
+        The server does not note it for a pull that only peeks, or if the worker needs no more
+        replies.
+        """
         shard, bucket = self.shard, pull.bucket
         values, sequence = shard.store.parameters(bucket), 0
         if shard.compression is not None and is_last:
@@ -644,38 +659,42 @@ class ParameterServer(Service):
         self.replies.reply(to, OptimizerState(entries=entries), payload)
 
     def _waits_for_updates(self, pull: PullState) -> bool:
-        """Whether it is of some units, as they are before a step. A whole bucket's state is
-        given as it is."""
+        """Return whether a pull waits for updates before its step.
+
+        It does if it is of some units. A whole bucket's state is sent as it is.
+        """
         partial = self.shard.discipline.accepts_partial_pushes
         return pull.units is not None and partial
 
     # ---- workers that come back ----
 
     def wait_for_the_lost(self) -> None:
-        """From now on lost workers come back: the reply to a worker that leaves waits until all is over."""
+        """Expect lost workers to come back: a leave is answered only when all workers have left."""
         self.members.return_from_loss = True
 
     def missing(self) -> list[int]:
-        """Workers that are to come, or to come back, and have not."""
+        """Return workers that must still come, or come back."""
         return self.members.missing()
 
     def is_over(self) -> bool:
-        """Whether workers were here, and none is active or is to come."""
+        """Return whether workers were here, and none is active or must still come."""
         return self.members.is_over()
 
     # ---- snapshots ----
 
     def is_quiet(self) -> bool:
-        """No push is unanswered, and no worker in the middle of its pushes."""
+        """Return whether no push is unanswered, and no worker is in the middle of its pushes."""
         return not self.shard.unanswered and self.members.is_between_steps()
 
     def completed_step(self) -> int | None:
-        """The first step that workers may do after a snapshot of this moment, if any."""
+        """Return the first step that workers may do after a snapshot taken now, if any."""
         return self.shard.completed_step()
 
     def snapshot(self) -> dict[str, Any]:
-        """What `restore` goes on from: copied tensors, and plain values. Empty while
-        there is nothing to go on from, or a step has ended for some buckets only."""
+        """Return the state for `restore`: copied tensors, and plain values.
+
+        It is empty while there is no such state, or a step has ended for some buckets only.
+        """
         shard = self.shard
         step = self.completed_step() if shard.is_loaded and not shard.fault else None
         if step is None:
@@ -693,8 +712,8 @@ class ParameterServer(Service):
     def restore(self, saved: dict[str, Any]) -> int:
         """Continue from a `snapshot`, before any worker has joined.
 
-        Workers begin with its step, which is returned, or after their own gradients in it. Raises `UsageError` if
-        it does not fit this server.
+        Workers begin with its step, which is returned, or after their own gradients in it. Raises
+        `UsageError` if it does not fit this server.
         """
         if saved["workers"] != self.workers:
             raise UsageError(
@@ -710,21 +729,21 @@ class ParameterServer(Service):
         return int(saved["step"])
 
     def resume(self, step: int) -> None:
-        """Training goes on with *step*, and with each worker where its own gradients end."""
+        """Continue with *step*, and with each worker after its own gradients."""
         self.members.begin_with(step, self._own_steps())
         self.shard.resume(step)
 
     def _own_steps(self) -> dict[int, int]:
-        """By worker, the step at which its gradients end that are here."""
+        """Return, by worker, the step after its last applied gradient."""
         return {w: self.shard.next_step(w) for w in range(self.workers)}
 
     def saved_join(self) -> torch.Tensor:
-        """What is trained, as bytes."""
+        """Return the description of the training, as bytes."""
         join = bytearray(msgspec.msgpack.encode(self._first_join))
         return torch.frombuffer(join, dtype=torch.uint8).clone()
 
     def restore_join(self, saved: torch.Tensor) -> None:
-        """Take over the result of `saved_join`, before any worker has joined."""
+        """Restore the result of `saved_join`, before any worker has joined."""
         self._hold(msgspec.msgpack.decode(saved.numpy().tobytes(), type=Join))
         self._restored = True
 
@@ -740,13 +759,13 @@ SAME = (
     *("compression", "replies"),
     *("optimizer", "tensors", "dtypes", "units"),
 )
-"""The fields of `Join` in which all workers agree."""
+"""The fields of `Join` that must be equal on all workers."""
 LONGEST = 200
 """Characters of a value in messages; longer values are shown by a digest."""
 
 
 def in_words(join: Join) -> dict[str, str]:
-    """What is trained, by the names of fields."""
+    """Return the description of the training as text, by the names of fields."""
     return {name: _short(repr(getattr(join, name))) for name in SAME}
 
 
@@ -757,13 +776,15 @@ def _short(text: str) -> str:
 
 
 def difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
-    """The name of a field in which they differ; empty where there is none."""
+    """Return the name of the first field that differs; empty if there is none."""
     return next((name for name in SAME if ours.get(name) != theirs.get(name)), "")
 
 
 def _require_same(first: Join, join: Join, worker: int, restored: bool) -> None:
-    """Raise `UsageError` unless *worker* trains what the first one does; *restored*: what a
-    snapshot holds."""
+    """Raise `UsageError` unless *worker* has the first one's training.
+
+    *restored*: the first description comes from a snapshot.
+    """
     for what in SAME:
         ours, theirs = getattr(first, what), getattr(join, what)
         if ours == theirs:

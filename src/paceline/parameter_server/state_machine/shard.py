@@ -27,11 +27,11 @@ NOTHING_HELD = "this server holds no parameters: it only reduces"
 
 
 class ModelShard:
-    """One server's part of the model: the `Shard` that disciplines are given.
+    """One server's part of the model: the `Shard` that disciplines get.
 
-    It has a `Store` once a worker has said what is trained, the `Members` who train it, and the
-    discipline that says when it is updated and who is answered. Where workers disagree about a
-    step it is updated no more, and *fault* says why.
+    It has a `Store` once a worker has described the training, the `Members` who train it, and the
+    discipline. The discipline decides when the model is updated and which workers get replies. If
+    workers disagree about a step, updates stop, and *fault* is the reason.
     """
 
     store: Store
@@ -46,7 +46,7 @@ class ModelShard:
         self.loads = 0
         """Number of loads after the first one."""
         self.unanswered: dict[int, tuple[Sender, bool]] = {}
-        """Pushes that were accepted and not answered, by number; with whether they are late."""
+        """Accepted pushes without a reply, by number, and whether they are late."""
         self.compression: ServerCompression | None = None
         """Set if gradients are compressed."""
         self.discipline = Discipline()
@@ -60,7 +60,9 @@ class ModelShard:
 
     def hold(self, discipline: Discipline, join: Join) -> None:
         """Make room for the model that *join* describes, and begin with this discipline.
-        Raises `UsageError`, with nothing changed, for what makes no sense."""
+
+        Raises `UsageError`, with nothing changed, for an invalid description.
+        """
         check_clip_norm(join.clip_norm)
         if join.clip_norm < math.inf and join.servers > 1:
             raise UsageError(
@@ -73,8 +75,10 @@ class ModelShard:
         self._begin(discipline)
 
     def renew(self, discipline: Discipline, step: int) -> None:
-        """Other parameters were loaded before *step*: drop all gradients, and begin again with a
-        new *discipline*."""
+        """Drop all gradients, because other parameters were loaded before *step*.
+
+        A new *discipline* begins.
+        """
         self.store.catch_up(step)
         discipline.take_over(self.discipline)
         self._begin(discipline)
@@ -87,7 +91,7 @@ class ModelShard:
             self.clipped = ClippedStep(self, self._clip_norm)
 
     def check_held(self) -> None:
-        """Raise `UsageError` unless parameters are held here."""
+        """Raise `UsageError` unless this server holds parameters."""
         if not self.is_held:
             raise UsageError(NOTHING_HELD)
 
@@ -96,13 +100,13 @@ class ModelShard:
         return self.is_held and all(self.store.loaded)
 
     def gradient(self, push: Push, payload: torch.Tensor | None) -> torch.Tensor:
-        """What a push brings. Raises `UsageError` where it does not fit."""
+        """Return the gradient of a push. Raises `UsageError` if it does not fit."""
         if self.compression is not None:
             return self.compression.gradient(push, payload)
         return self.store.fitting("push", push.bucket, payload, push.units)
 
     def forget(self, worker: int) -> None:
-        """This worker is lost."""
+        """Drop the unanswered pushes of a lost worker."""
         self.unanswered = {
             number: (sender, late)
             for number, (sender, late) in self.unanswered.items()
@@ -112,19 +116,22 @@ class ModelShard:
             self.compression.forget(worker)
 
     def take_work(self) -> Work:
-        """What was done since this was last called."""
+        """Return the work since the last call."""
         return self.store.take_work() if self.is_held else Work()
 
     # ---- events of the discipline ----
 
     def on_push(self, push: PushedGradient) -> None:
-        """A gradient has come."""
+        """Pass a gradient to the discipline."""
         self.discipline.on_push(self, push)
         if self.clipped is not None:
             self.clipped.settle()
 
     def on_change(self) -> None:
-        """The active workers have changed, or all main pushes of a worker's step are in."""
+        """Inform the discipline of a change.
+
+        The active workers have changed, or all main pushes of a worker's step have arrived.
+        """
         self.discipline.on_change(self)
         if self.clipped is not None:
             self.clipped.settle()
@@ -137,27 +144,29 @@ class ModelShard:
             self.settle()
 
     def settle(self) -> None:
-        """The discipline was called: do the updates that it wants, as far as they can be done."""
+        """Do the updates that the discipline has requested, as far as possible."""
         if self.clipped is not None:
             self.clipped.settle()
 
     def resume(self, step: int) -> None:
-        """Go on with *step*: see `Discipline.resume`."""
+        """Continue with *step*: see `Discipline.resume`."""
         self.discipline.resume(self, step)
 
     def completed_step(self) -> int | None:
-        """The step with which workers go on from here, if any: see `Discipline.completed_step`."""
+        """Return the step with which workers continue, if any: see `Discipline.completed_step`."""
         if self.clipped is not None and self.clipped.is_under_way():
             return None
         return self.discipline.completed_step(self)
 
     def next_step(self, worker: int) -> int:
-        """A worker's gradients of all steps before this one are in, here."""
+        """Return the step before which all gradients of a worker have arrived."""
         return self.store.next_step(worker) if self.is_held else 0
 
     def may_pull(self, step: int) -> bool:
-        """Whether a worker that begins with *step* may have the model: all of it, or it would
-        hold buckets from before a load and from after it."""
+        """Return whether a worker that begins with *step* may get the model.
+
+        It gets all of it, or it would hold buckets from before a load and from after it.
+        """
         clipped = self.clipped
         return self.is_loaded and all(
             not (clipped is not None and clipped.holds(bucket))
@@ -222,7 +231,8 @@ class ModelShard:
             self.clipped.hold_reply(push, counted)
             return
         if self.fault or push.number not in self.unanswered:
-            return  # The push was, or will be, refused; or its worker is lost.
+            # The push was, or will be, refused; or its worker is lost.
+            return
         sender, _ = self.unanswered.pop(push.number)
         bucket, compression = push.bucket, self.compression
         if compression is None or compression.replicas is None:
@@ -245,7 +255,7 @@ class ModelShard:
         counted: Sequence[int],
         notice: bytes,
     ) -> None:
-        """Reply with *values* of a bucket, or with their difference from what the worker has."""
+        """Reply with *values* of a bucket, or with their difference from the worker's."""
         message = Parameters(
             bucket=bucket,
             version=self.store.versions[bucket],
@@ -278,7 +288,7 @@ class ModelShard:
             self.apply_mean_now(bucket, fresh)
 
     def apply_now(self, push: PushedGradient) -> None:
-        """`apply`, with nothing held until its norm is known."""
+        """Apply a push at once, even if steps are clipped."""
         if self.fault:
             return
         self.store.apply(
@@ -293,7 +303,10 @@ class ModelShard:
         self._note_applied(push)
 
     def apply_mean_now(self, bucket: int, pushes: Sequence[PushedGradient]) -> None:
-        """`apply_mean`, likewise. Where pushes do not fit each other, that is a fault."""
+        """Apply the average of pushes at once, even if steps are clipped.
+
+        Pushes that do not fit each other are a fault.
+        """
         self.fault = self.fault or _disagreement(pushes)
         if self.fault:
             return
@@ -302,7 +315,8 @@ class ModelShard:
             self._note_applied(push)
         whole = _total_weight([push.weight for push in pushes])
         if not whole:
-            self.store.updated(bucket)  # no worker had a sample
+            # No worker had a sample.
+            self.store.updated(bucket)
             return
         mean = _mean(pushes, whole)
         used = [any(flags) for flags in zip(*(p.used for p in pushes), strict=True)]
@@ -313,14 +327,16 @@ class ModelShard:
 
     def _note_applied(self, push: PushedGradient) -> None:
         if self.discipline.accepts_partial_pushes:
-            return  # A step has several updates of a bucket, and ends for all workers at once.
+            # A step has several updates of a bucket, and ends for all workers at once.
+            return
         for worker, step in push.of or [(push.worker, push.step)]:
-            if worker >= 0:  # negative numbers are other servers
+            # Negative numbers are other servers.
+            if worker >= 0:
                 self.store.note_applied(worker, step, push.bucket)
 
 
 def _mean(pushes: Sequence[PushedGradient], whole: float) -> torch.Tensor:
-    """Made in the first push's gradient; *whole*: the sum of weights."""
+    """Average the pushes in the first one's gradient; *whole* is the sum of weights."""
     total = pushes[0].gradient
     for push in pushes:
         # Round exactly like workers that weight their gradients before sending.
@@ -334,14 +350,13 @@ def _mean(pushes: Sequence[PushedGradient], whole: float) -> torch.Tensor:
 
 
 def _total_weight(weights: Sequence[float]) -> float:
-    """The sum of weights; 1 where only rounding keeps it from 1."""
+    """Return the sum of weights; 1 if it differs from 1 only by rounding."""
     whole = sum(sorted(weights))
     return 1.0 if abs(whole - 1) < 1e-9 else whole
 
 
 def _disagreement(pushes: Sequence[PushedGradient]) -> str:
-    """How the hyperparameters, or the units, of one step's pushes differ; empty where they do
-    not."""
+    """Return how the hyperparameters or units of one step's pushes differ; empty if they do not."""
     for first, push in pairwise(pushes):
         if push.hyperparameters != first.hyperparameters:
             return (
@@ -360,8 +375,11 @@ def _disagreement(pushes: Sequence[PushedGradient]) -> str:
 
 
 class _Update(NamedTuple):
-    """What a discipline wants done to a bucket: one step by the mean of *pushes*, or, if they
-    are not taken *together*, by the one that there is."""
+    """A requested update of a bucket.
+
+    It is one step with the average of *pushes* or, if they are not taken *together*, with the only
+    push.
+    """
 
     bucket: int
     pushes: Sequence[PushedGradient]
@@ -369,18 +387,18 @@ class _Update(NamedTuple):
 
 
 class ClippedStep:
-    """A step whose mean gradient is clipped by its norm, before any of it is applied.
+    """A step whose average gradient is clipped by its norm, before any of it is applied.
 
-    A discipline updates bucket by bucket. This holds its updates and replies until every
-    bucket of the step is there. Then the norm of the step's mean is known: gradients are scaled,
-    updates are done, and replies leave. Where nobody is left who could complete a step, it is
-    scaled by the norm of what is here.
+    A discipline updates bucket by bucket. This class holds its updates and replies until every
+    bucket of the step has arrived. Then the norm of the step's average is known: gradients are
+    scaled, updates are done, and replies leave. If no worker is left that could complete a step,
+    the norm of the buckets that have arrived counts.
 
-    Example: two buckets, two workers. Bucket 1 is complete first: the discipline has it
-    updated and answered. Nothing happens yet. Bucket 0 follows: both are scaled and updated,
-    and then all four replies leave.
+    Example: two buckets, two workers. Bucket 1 is complete first: the discipline requests its
+    update and its replies. Nothing happens yet. Bucket 0 follows: both are scaled and updated, and
+    then all four replies leave.
 
-    *limit*: of the norm of each step of *shard*, which holds all of the model.
+    *limit* is the largest norm of each step of *shard*, which holds all of the model.
     """
 
     def __init__(self, shard: ModelShard, limit: float) -> None:
@@ -390,30 +408,31 @@ class ClippedStep:
         self._replies: list[tuple[PushedGradient, Sequence[int]]] = []
 
     def hold(self, update: _Update) -> None:
-        """Do this once the norm of its step is known."""
+        """Hold an update until the norm of its step is known."""
         before = self._step()
         if before is not None and any(push.step != before for push in update.pushes):
-            self._release()  # no worker is left that could complete the previous step
+            # No worker is left that could complete the previous step.
+            self._release()
         self._updates.setdefault(update.bucket, []).append(update)
 
     def hold_reply(self, push: PushedGradient, counted: Sequence[int]) -> None:
-        """Answer this when the updates that are held have been done."""
+        """Hold the reply to a push until the held updates are done."""
         self._replies.append((push, counted))
 
     def holds(self, bucket: int) -> bool:
-        """Whether an update of *bucket* has not been done yet."""
+        """Return whether an update of *bucket* is held."""
         return bucket in self._updates
 
     def count(self, bucket: int) -> int:
-        """How many updates of *bucket* have not been done yet."""
+        """Return how many updates of *bucket* are held."""
         return len(self._updates.get(bucket, ()))
 
     def is_under_way(self) -> bool:
-        """Whether updates are held until the norm of their step is known."""
+        """Return whether updates are held until the norm of their step is known."""
         return bool(self._updates)
 
     def settle(self) -> None:
-        """Do what can be done by now: the discipline has been called."""
+        """Do all updates that are possible after a call of the discipline."""
         if not self._updates:
             return
         step = self._step()
@@ -423,7 +442,7 @@ class ClippedStep:
             self._release()
 
     def _step(self) -> int | None:
-        """The number of the step that is held; None before its first gradient."""
+        """Return the number of the held step; None before its first gradient."""
         updates = (update for ups in self._updates.values() for update in ups)
         return next((push.step for up in updates for push in up.pushes), None)
 
@@ -447,7 +466,8 @@ class ClippedStep:
         pushes = [push for update in updates for push in update.pushes]
         whole = _total_weight([push.weight for push in pushes])
         if not whole:
-            return 0.0  # no worker had a sample
+            # No worker had a sample.
+            return 0.0
         total = pushes[0].gradient * pushes[0].weight
         for push in pushes[1:]:
             total.add_(push.gradient, alpha=push.weight)

@@ -1,4 +1,4 @@
-"""One server's part of the parameters, its optimizer, and state that is not trained."""
+"""One server's part of the parameters, its optimizer, and untrained tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOMENTUM = ("momentum_buffer", "exp_avg")
 class Store:
     """Buckets of parameters, each flat, updated by torch's own optimizer.
 
-    Raises `UsageError` for a description that makes no sense, with nothing kept.
+    Raises `UsageError` for an invalid description, with nothing stored.
     """
 
     def __init__(self, join: Join) -> None:
@@ -55,9 +55,11 @@ class Store:
         self.bytes = [wire_bytes(flat) for flat in self.flats]
         """Bytes of each bucket on the network."""
         self.applied: dict[int, dict[int, int]] = {}
-        """By worker and bucket: its gradients of all steps before this one are applied, or will never arrive."""
+        """By worker and bucket: the step before which all of its gradients are applied, or will
+        never arrive."""
         self._news: dict[int, dict[int, int]] = {}
-        """The same by bucket and worker, for gradients that workers have sent here since `take_news`."""
+        """The same by bucket and worker, for gradients that workers have sent here since
+        `take_news`."""
         self._snapshots: list[dict[tuple[int, ...] | None, torch.Tensor]] = [
             {} for _ in self.flats
         ]
@@ -105,7 +107,7 @@ class Store:
         return part if unit.shape is None else part.view(unit.shape)
 
     def load(self, bucket: int, parameters: torch.Tensor) -> None:
-        """Take over a bucket's parameters."""
+        """Copy a bucket's loaded parameters."""
         self.flats[bucket].copy_(parameters)
         self.bytes[bucket] = wire_bytes(parameters)
         self.loaded[bucket] = True
@@ -120,8 +122,11 @@ class Store:
         factor: float = 1.0,
         units: Sequence[int] | None = None,
     ) -> None:
-        """One step of the optimizer with *factor* times the learning rate, on all units or
-        on these, whose gradients follow each other."""
+        """Do one step of the optimizer, on all units or on *units*.
+
+        The gradients of *units* follow each other in *gradient*. *factor* multiplies the learning
+        rate.
+        """
         self.add_work(stepped=self.size(bucket, units))
         if factor != 1.0:
             hyperparameters = [{**h, "lr": h["lr"] * factor} for h in hyperparameters]
@@ -137,12 +142,12 @@ class Store:
         self.updated(bucket)
 
     def updated(self, bucket: int) -> None:
-        """*bucket* has another version."""
+        """Increment the version of *bucket*."""
         self.versions[bucket] += 1
         self._snapshots[bucket].clear()
 
     def zero_momentum(self, bucket: int) -> None:
-        """See `Shard.zero_momentum`."""
+        """Zero the momentum of a bucket, see `Shard.zero_momentum`."""
         for state in self._updater.state(self._pieces[bucket]):
             for name in MOMENTUM:
                 # SGD without momentum has None here.
@@ -152,8 +157,9 @@ class Store:
     def parameters(
         self, bucket: int, units: Sequence[int] | None = None
     ) -> torch.Tensor:
-        """A bucket, or some units of it, as they are, in a tensor that stays unchanged: one copy for all requests
-        before the next update.
+        """Return the present parameters of a bucket, or of some units of it.
+
+        The tensor stays unchanged: all requests before the next update share one copy.
         """
         key = None if units is None else tuple(units)
         kept = self._snapshots[bucket].get(key)
@@ -169,12 +175,15 @@ class Store:
         return kept
 
     def values(self, bucket: int, units: Sequence[int]) -> list[torch.Tensor]:
-        """Some units' parameters, each flat."""
+        """Return some units' parameters, each flat."""
         bounds = self._bounds[bucket]
         return [self.flats[bucket][slice(*bounds[unit])] for unit in units]
 
     def elements(self, bucket: int, units: Sequence[int] | None) -> int:
-        """Of a bucket, or of some units of it. Raises `UsageError` for units that are none."""
+        """Return the number of elements of a bucket, or of some units of it.
+
+        Raises `UsageError` for units that do not exist.
+        """
         if units is None:
             return self.flats[bucket].numel()
         count = len(self._units[bucket])
@@ -185,40 +194,40 @@ class Store:
         return sum(self._sizes[bucket][unit] for unit in units)
 
     def size(self, bucket: int, units: Sequence[int] | None) -> int:
-        """Bytes on the network of a bucket, or of some units of it."""
+        """Return the bytes on the network of a bucket, or of some units of it."""
         if units is None:
             return self.bytes[bucket]
         elements = self.elements(bucket, units)
         return self.bytes[bucket] * elements // max(1, self.flats[bucket].numel())
 
     def unit_bytes(self, bucket: int) -> list[int]:
-        """What each unit of a bucket is on the network."""
+        """Return the bytes on the network of each unit of a bucket."""
         return [self.size(bucket, [unit]) for unit in self.numbers(bucket, None)]
 
     def units_of(
         self, bucket: int, flat: torch.Tensor
     ) -> list[tuple[int, torch.Tensor]]:
-        """See `interfaces.Shard.units_of`."""
+        """Return the units of a flat tensor, see `interfaces.Shard.units_of`."""
         bounds = zip(self._units[bucket], self._bounds[bucket], strict=True)
         return [(unit.group, flat[start:stop]) for unit, (start, stop) in bounds]
 
     def numbers(self, bucket: int, units: Sequence[int] | None) -> Sequence[int]:
-        """All units of a bucket, or these."""
+        """Return the numbers of all units of a bucket, or *units*."""
         return range(len(self._pieces[bucket])) if units is None else units
 
     # ---- applied gradients ----
 
     def has_applied(self, worker: int, step: int, bucket: int) -> bool:
-        """Whether a worker's gradient is in the parameters."""
+        """Return whether a worker's gradient is in the parameters."""
         return step < self.applied.get(worker, {}).get(bucket, 0)
 
     def next_step(self, worker: int) -> int:
-        """A worker's gradients of all steps before this one are in, of all buckets."""
+        """Return the step before which a worker's gradients of all buckets are applied."""
         mine = self.applied.get(worker, {})
         return min((mine.get(bucket, 0) for bucket in self.buckets), default=0)
 
     def note_applied(self, worker: int, step: int, bucket: int) -> None:
-        """A worker has sent this gradient here, and it is in the parameters now."""
+        """Note that a worker's gradient, which it sent here, is applied."""
         mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
         for other in self.buckets:
             # Missing gradients of earlier steps will not arrive any more.
@@ -227,14 +236,19 @@ class Store:
         self._news.setdefault(bucket, {})[worker] = mine[bucket]
 
     def note_applied_elsewhere(self, bucket: int, steps: Mapping[int, int]) -> None:
-        """What another server has passed on has in it these workers' gradients of all steps
-        before these."""
+        """Note gradients in another server's update.
+
+        *steps* has for each worker the step before which its gradients are in that update.
+        """
         for worker, step in steps.items():
             mine = self.applied.setdefault(worker, dict.fromkeys(self.buckets, 0))
             mine[bucket] = max(mine[bucket], step)
 
     def set_applied(self, applied: Mapping[int, Mapping[int, int]]) -> None:
-        """Whose gradients are in what was taken over from a snapshot, or from another server."""
+        """Set the applied gradients, after parameters were restored.
+
+        The parameters come from a snapshot or another server.
+        """
         self.applied = {
             worker: {bucket: mine[bucket] for bucket in self.buckets}
             for worker, mine in applied.items()
@@ -242,14 +256,16 @@ class Store:
         self._news = {}
 
     def take_news(self, bucket: int) -> dict[int, int]:
-        """Whose gradients of a bucket workers have sent here since this was last called, as
-        `note_applied_elsewhere` takes it."""
+        """Return the applied gradients of a bucket that workers have sent here since the last call.
+
+        The form is that of `note_applied_elsewhere`.
+        """
         return self._news.pop(bucket, {})
 
     # ---- validation ----
 
     def check_bucket(self, bucket: int) -> None:
-        """Raise `UsageError` unless something of *bucket* is here."""
+        """Raise `UsageError` unless this server holds a part of *bucket*."""
         if bucket not in self.buckets:
             raise UsageError(f"expected a bucket of {self.buckets}, got {bucket}")
 
@@ -260,7 +276,10 @@ class Store:
         payload: torch.Tensor | None,
         units: Sequence[int] | None = None,
     ) -> torch.Tensor:
-        """The payload, which fits the bucket, or these units of it; else `UsageError`."""
+        """Return the payload.
+
+        Raises `UsageError` unless it fits the bucket, or these units of it.
+        """
         self.check_bucket(bucket)
         flat, elements = self.flats[bucket], self.elements(bucket, units)
         if payload is None and not elements:
@@ -284,14 +303,14 @@ class Store:
         )
 
     def take_work(self) -> Work:
-        """What was done since this was last called."""
+        """Return the work since the last call."""
         work, self._work = self._work, Work()
         return work
 
     # ---- snapshots ----
 
     def saved(self) -> dict[str, Any]:
-        """Parameters, versions and optimizer state, copied, and whose gradients are in them."""
+        """Return copies of parameters, versions and optimizer state, and the applied gradients."""
         return {
             "applied": {worker: dict(mine) for worker, mine in self.applied.items()},
             "flats": [flat.clone() for flat in self.flats],
@@ -306,7 +325,7 @@ class Store:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take over what `saved` gave, of a store of the same description."""
+        """Restore the result of `saved`, of a store of the same description."""
         self.set_applied(saved["applied"])
         for bucket, flat in enumerate(self.flats):
             if flat.numel():
@@ -336,8 +355,10 @@ class Store:
     def state(
         self, bucket: int, units: Sequence[int] | None = None
     ) -> tuple[list[list[tuple[str, int | float]]], torch.Tensor]:
-        """Per unit (all, or these), its entries as `messages.OptimizerState` has them; and
-        the payload. Raises `UsageError` for state that cannot be said so."""
+        """Return each unit's entries of `messages.OptimizerState`, and the payload.
+
+        *units*: of these units only. Raises `UsageError` for state that the message cannot contain.
+        """
         flat = self.flats[bucket]
         entries: list[list[tuple[str, int | float]]] = []
         parts: list[torch.Tensor] = []
@@ -371,8 +392,10 @@ class Store:
         entries: list[list[tuple[str, int | float]]],
         payload: torch.Tensor | None,
     ) -> list[State]:
-        """What `state` gave, per unit, for `put_state`. Raises `UsageError` where it does
-        not fit."""
+        """Return the result of `state`, per unit, for `put_state`.
+
+        Raises `UsageError` if it does not fit.
+        """
         self.check_bucket(bucket)
         payload = self.flats[bucket].new_empty(0) if payload is None else payload
         if payload.dtype != self.flats[bucket].dtype:
@@ -399,15 +422,18 @@ class Store:
         return loaded
 
     def put_state(self, bucket: int, states: Sequence[State]) -> None:
-        """Take over what `fitting_state` gave."""
+        """Restore the result of `fitting_state`."""
         lives = self._updater.state(self._pieces[bucket])
         for live, state in zip(lives, states, strict=True):
             live.clear()
             live.update(state)
 
     def catch_up(self, step: int) -> None:
-        """Other parameters were loaded: count as if this many steps had been done, at least. A
-        gradient is not in them, so a worker may send one again whose step it has not ended."""
+        """Count as if at least *step* steps had been done, because other parameters were loaded.
+
+        They contain no present gradient, so a worker may send one again whose step it has not
+        ended.
+        """
         self.set_applied(
             {
                 worker: dict.fromkeys(self.buckets, self.next_step(worker))
@@ -418,11 +444,11 @@ class Store:
 
 
 class UntrainedTensors:
-    """What a model holds beside what is trained: frozen parameters and buffers.
+    """The untrained tensors of a model: frozen parameters and buffers.
 
-    A server does not know what they are: it keeps the bytes that the first worker, or the leader
-    of a load, has brought, and gives them to workers that join. Buffers change in training
-    (BatchNorm's statistics): they are mixed as they come, and given to workers that join as well.
+    A server does not know their meaning: it stores the bytes of the first worker, or of the leader
+    of a load, and sends them to workers that join. Buffers change in training (BatchNorm's
+    statistics). The server mixes them as they arrive, and sends them to workers that join as well.
     """
 
     def __init__(self) -> None:
@@ -431,14 +457,15 @@ class UntrainedTensors:
         """In double precision; None before the first worker has sent its buffers."""
 
     def load(self, parts: Sequence[torch.Tensor]) -> None:
-        """Take over what a worker has brought, part by part: its buffers are the ones to go
-        on from."""
+        """Replace the tensors by a worker's parts; training continues with that worker's buffers."""
         self.bytes = torch.cat(list(parts))
         self.buffers = None
 
     def part(self, start: int, most: int) -> torch.Tensor:
-        """At most so many bytes from *start* on. Raises `UsageError` for a place where there
-        are none."""
+        """Return at most *most* bytes from *start* on.
+
+        Raises `UsageError` for a start out of range.
+        """
         if not 0 <= start <= self.bytes.numel() or most < 0:
             raise UsageError(
                 f"pull-untrained: expected a start of at most {self.bytes.numel()}, got "
@@ -447,25 +474,25 @@ class UntrainedTensors:
         return self.bytes[start : start + min(most, MOST_UNTRAINED_BYTES)]
 
     def mix(self, mix: MixBuffers, payload: torch.Tensor | None) -> torch.Tensor:
-        """Mix a worker's buffers in; returns what is kept then."""
+        """Mix a worker's buffers in; return the result."""
         self.buffers = _mixed(self.buffers, mix, payload)
         return self.buffers
 
     # ---- for a snapshot ----
 
     def saved(self) -> dict[str, torch.Tensor | None]:
-        """Tensors that are never written again, and need no copy."""
+        """Return the tensors, which are never written again, and need no copy."""
         return {"bytes": self.bytes, "buffers": self.buffers}
 
     def restore(self, saved: dict[str, torch.Tensor | None]) -> None:
-        """Take over what `saved` gave."""
+        """Restore the result of `saved`."""
         kept = saved["bytes"]
         assert kept is not None
         self.bytes, self.buffers = kept, saved["buffers"]
 
 
 def is_per_element(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether an entry of the optimizer's state has a value for each element."""
+    """Return whether an entry of the optimizer's state has a value for each element."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == parameter.shape
@@ -505,9 +532,11 @@ def _check(join: Join) -> None:
 def _mixed(
     kept: torch.Tensor | None, mix: MixBuffers, payload: torch.Tensor | None
 ) -> torch.Tensor:
-    """A worker's buffers mixed into those that were *kept*; the worker's, where none were.
-    Numbers that are equal in both stay so to the bit, infinities too. Raises `UsageError` for
-    a payload that does not fit."""
+    """Return a worker's buffers mixed into the *kept* ones; the worker's, if none were kept.
+
+    Numbers that are equal in both stay so to the bit, infinities too. Raises `UsageError` for a
+    payload that does not fit.
+    """
     if payload is None or payload.dtype != torch.float64:
         raise UsageError("mix-buffers: expected a payload in double precision")
     if not 0 <= mix.floats <= payload.numel() or not 0 <= mix.weight <= 1:
