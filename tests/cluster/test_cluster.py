@@ -257,7 +257,7 @@ def test_what_adds_up_at_a_switch() -> None:
 def test_each_worker_is_in_a_group_or_none_is(racks: tuple[str | None, ...]) -> None:
     message = refusal("".join(rack_text(group=group) for group in racks))
     assert message.startswith(f"rack {racks.index(None)}: key 'group' is missing")
-    assert f"those of rack {1 - racks.index(None)} are" in message
+    assert f"workers of rack {1 - racks.index(None)} are" in message
 
 
 @pytest.mark.parametrize(

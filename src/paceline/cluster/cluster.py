@@ -355,8 +355,8 @@ class Cluster:
         for number in range(len(self.racks)):
             if grouped and number not in grouped:
                 raise ClusterError(
-                    f"rack {number}: key 'group' is missing: its workers are in no group, "
-                    f"and those of rack {grouped[0]} are: expected each worker in one"
+                    f"rack {number}: key 'group' is missing, but workers of rack {grouped[0]} are in "
+                    "groups: give every rack a group, or none"
                 )
 
     @property

@@ -237,7 +237,7 @@ def test_nothing_to_price_is_said(tmp_path):
         list(compressor_costs(["bf16"], GradientDump(empty), 8))
     bad = tmp_path / "bad"
     bad.mkdir()
-    with pytest.raises(UsageError, match="1 gradients"):
+    with pytest.raises(UsageError, match="1 recorded gradients"):
         list(compressor_costs(["bf16"], kept(bad, gradient(scale=math.nan)), 8))
     with pytest.raises(UsageError, match="unknown compression 'bf61'"):
         list(compressor_costs(["bf61"], kept(tmp_path, gradient()), 8))

@@ -96,7 +96,7 @@ def test_a_supervisor_s_servers_must_be_the_method_s(started, groups):
     with pytest.raises(UsageError, match="single server"):
         check_supervised(job, environment)  # nobody numbers processes: no supervisor
     environment[INCARNATION_VARIABLE] = "0"
-    with pytest.raises(UsageError, match=f"has started {started}: .*--method SPEC"):
+    with pytest.raises(UsageError, match=f"has started {started}, .*--method SPEC"):
         check_supervised(job, environment)
     check_supervised(job, {})
 

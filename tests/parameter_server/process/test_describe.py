@@ -184,8 +184,8 @@ def test_what_makes_no_sense_changes_nothing(changes, words, process):
 @pytest.mark.parametrize(
     ("changes", "worker", "words"),
     [
-        ({"number": 1}, 1, "worker 1 has other servers"),
-        ({"kind": "server"}, 1, "worker 1 has other servers"),
+        ({"number": 1}, 1, "worker 1 describes other servers"),
+        ({"kind": "server"}, 1, "worker 1 describes other servers"),
         ({}, WORKERS, "only workers"),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_parameter_server_of_another_kind_of_words():
     for number, message in enumerate((description(), Say()), start=1):
         sender = Sender(0, 0, "", number)
         ((_, answer, _),) = machine.on_request(sender, message, None, 0.0)
-        assert "another kind of service" in answer.reason
+        assert "expected a request of a parameter server" in answer.reason
 
 
 def test_workers_describe_servers_that_then_ask_each_other():

@@ -299,7 +299,7 @@ def test_the_rest_of_a_model_goes_to_who_joins() -> None:
     assert case.ask(1, PullUntrained(start=0, most=9)) == []
     data = torch.arange(7, dtype=torch.uint8)
     case.ask(0, LoadUntrained(start=0), data[:4])
-    assert "begins at byte 4, got byte 2" in case.refusal(
+    assert "begins at byte 4, got one that begins at byte 2" in case.refusal(
         0, LoadUntrained(start=2), data[2:]
     )
     case.ask(0, LoadUntrained(start=4), data[4:])

@@ -393,12 +393,16 @@ BAD_INPUT = {
     "two": (["run", "--survive", "--server=a:1+b:2", *ONE], {}, "expected HOST:PORT"),
     "rank": ([*WORKER, "--rank=2", "--workers=2"], {}, "--rank: expected 0 to 1"),
     "who": (WORKER, {}, "--rank: no launcher's variables say which worker this is"),
-    "sizes": ([*WORKER, "--workers=4"], TASK, "--workers 4, and .* variables say 3"),
+    "sizes": ([*WORKER, "--workers=4"], TASK, "--workers 4, but .* variables name 3"),
     "alone": (["run", "--server=a:1", *ONE], {}, "expected --survive --server"),
     "where": (["run", "--survive", "--rank=1"], {}, "expected --survive --server"),
     "torchrun": ([*WORKER, *ONE, "--nnodes=2"], {}, "leave out --nnodes=2"),
     "snapshot": ([*WORKER, *ONE, "--snapshot=a"], {}, "are the server's"),
-    "token": ([*WORKER, *ONE], {"PACELINE_SERVERS_TOKEN": ""}, "nothing tells"),
+    "token": (
+        [*WORKER, *ONE],
+        {"PACELINE_SERVERS_TOKEN": ""},
+        "does not know the servers' token",
+    ),
     "short": ([*WORKER, *ONE], {SECRET: "short"}, "at least 16 characters"),
     "plain": (
         ["run", "--survive", "--server=10.0.0.9:1", *ONE],

@@ -443,8 +443,8 @@ def compressor_costs(
         # This raises the error for missing gradients.
         dump.read(0)
         raise UsageError(
-            f"none of the {len(dump)} gradients that were seen is finite: expected some "
-            "that are, to code them; with a GradScaler, start at a smaller scale"
+            f"none of the {len(dump)} recorded gradients is finite: expected finite ones to "
+            "compress; with a GradScaler, start at a smaller scale"
         )
     optimizer = dump.optimizer()
     with threads_set(dump.read(steps[0])[1]):

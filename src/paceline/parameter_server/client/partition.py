@@ -189,7 +189,9 @@ class Partition:
         without groups, or for a group that does not exist.
         """
         if not self.replicated:
-            raise UsageError("move: this method's servers are not one for each group")
+            raise UsageError(
+                "move: expected a method with one server for each group, and this method has none"
+            )
         if group not in self.servers:
             raise UsageError(
                 f"group {group}: expected the number of a server, 0 to "
@@ -335,8 +337,8 @@ def _plain(name: str, value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise UsageError(
-        f"hyperparameter {name!r}: expected a number, a truth value or a list of them for "
-        f"an optimizer that lives on a server, got {type(value).__name__}"
+        f"hyperparameter {name!r}: expected a number, a truth value or a list of them for an "
+        f"optimizer on a server, got {type(value).__name__}"
     )
 
 

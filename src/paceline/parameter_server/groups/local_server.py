@@ -320,8 +320,8 @@ class LocalServer(ParameterServer):
         store.check_hyperparameters(update.hyperparameters)
         if not all(map(self.members.is_one, update.steps)):
             raise UsageError(
-                f"update: steps of workers {sorted(update.steps)}, where there are "
-                f"{self.workers}"
+                f"update: expected steps of workers 0 to {self.workers - 1}, got steps of workers "
+                f"{sorted(update.steps)}"
             )
         return GroupUpdate(
             bucket=update.bucket,

@@ -172,7 +172,7 @@ class Membership:
         """
         snapshot = self._snapshots.get(peer.number)
         if snapshot is None or snapshot.key != get.key:
-            raise UsageError(f"state: there is none of number {get.key}")
+            raise UsageError(f"state: there is no snapshot with key {get.key}")
         if get.part == ALL_RECEIVED:
             del self._snapshots[peer.number]
             return StateChunk(), None

@@ -211,5 +211,5 @@ def _check(local: LocalServer, manifest: Manifest) -> None:
     )
     if not fits or len(manifest.versions) != len(store.versions):
         raise UsageError(
-            f"state: parts {manifest.parts} do not fit what is trained here: {expected}"
+            f"state: expected parts {expected}, as in this training, got {manifest.parts}"
         )

@@ -175,7 +175,7 @@ def expect_reply(reply: ReplyMessage, kind: type[ReplyKind], peer: Peer) -> Repl
     if isinstance(reply, kind):
         return reply
     got = reply.reason if isinstance(reply, Rejected) else f"got {type(reply).__name__}"
-    raise UsageError(f"{peer.name}: expected {kind.__name__} as its answer: {got}")
+    raise UsageError(f"{peer.name}: expected {kind.__name__} as its reply: {got}")
 
 
 class UpdateLog:

@@ -387,8 +387,8 @@ class ServerHost:
             return True
         if msgspec.structs.replace(description, peers={}) != hosted.description:
             raise UsageError(
-                f"describe: worker {worker} has other servers than those of who came "
-                "first: give the same options on every worker"
+                f"describe: worker {worker} describes other servers than the first worker did: give "
+                "the same options on every worker"
             )
         return False
 

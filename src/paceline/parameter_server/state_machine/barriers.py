@@ -392,7 +392,8 @@ class PendingLoad:
         here = sum(part.numel() for part in parts)
         if load.start != here:
             raise UsageError(
-                f"load-untrained: expected what begins at byte {here}, got byte {load.start}"
+                f"load-untrained: expected the part that begins at byte {here}, got one that begins "
+                f"at byte {load.start}"
             )
         self._go_on(worker)
         self._parts.append(payload)

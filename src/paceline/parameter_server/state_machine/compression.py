@@ -112,7 +112,7 @@ class ServerCompression:
         if payload is None or payload.dtype != torch.uint8:
             got = "nothing" if payload is None else f"elements of {payload.dtype}"
             raise UsageError(
-                f"push: expected the code of bucket {push.bucket}, in bytes, got {got}"
+                f"push: expected the compressed bytes of bucket {push.bucket}, got {got}"
             )
         flat = torch.empty_like(store.flats[push.bucket])
         self._pushed.decode(payload, views(flat, self._units[push.bucket]))
@@ -224,9 +224,8 @@ def spec_of_code(compression: GradientCompression) -> str:
     ):
         raise UsageError(
             f"compression {compression.name!r}: a server makes its compressor from a name and "
-            "keys, and under these finds another one, or none, in "
-            "paceline.compression.COMPRESSORS: register it there, or take a method whose "
-            "workers form means, such as bsp"
+            "keys, and paceline.compression.COMPRESSORS has none, or another one, for these: "
+            "register it there, or use a method whose workers average gradients, such as bsp"
         )
     return str(spec)
 
@@ -293,9 +292,9 @@ def check_brings_nearer(compression: GradientCompression) -> None:
     answers = check_decodes_per_worker(compression.for_replies())
     if not (answers.code.takes_error_feedback or answers.unbiased):
         raise UsageError(
-            f"replies=deltas with compression {compression.name!r}: it keeps a memory of "
-            "gradients, and what a difference leaves out is in the next one already; take "
-            "replies=full, or a code without memory, such as top-k"
+            f"replies=deltas with compression {compression.name!r}: the compressor accumulates "
+            "gradients, and a difference already contains the error of the one before; use "
+            "replies=full, or a compressor without memory, such as top-k"
         )
     generator = torch.Generator().manual_seed(0)
     tensor = torch.randn(_PROBE, generator=generator)
@@ -304,17 +303,16 @@ def check_brings_nearer(compression: GradientCompression) -> None:
         COMMON, {}
     ):  # a compressor that counts epochs sends other data in later ones
         raise UsageError(
-            f"replies=deltas with compression {compression.name!r}: what it sends changes "
-            "from step to step, and the answers to a worker are no steps of its own; take "
-            "replies=full, or a code that is always the same, such as top-k"
+            f"replies=deltas with compression {compression.name!r}: the compressor changes from "
+            "step to step, and the replies to a worker have no steps of their own; use "
+            "replies=full, or a compressor that is always the same, such as top-k"
         )
     decoded = torch.empty_like(tensor)
     answers.decode(answers.encode([tensor], [state]), [decoded])
     left = float((tensor - decoded).norm() / tensor.norm())
     if left >= 1:
         raise UsageError(
-            f"replies=deltas with compression {compression.name!r}: what its code of a "
-            f"tensor leaves out is {left:.2g} times as large as the tensor, so that "
-            "differences would grow: take a finer code (more levels, smaller blocks), or "
-            "replies=full"
+            f"replies=deltas with compression {compression.name!r}: the compression error of a "
+            f"tensor is {left:.2g} times as large as the tensor, so differences would grow: use a "
+            "finer compressor (more levels, smaller blocks), or replies=full"
         )

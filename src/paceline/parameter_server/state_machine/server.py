@@ -251,7 +251,9 @@ class ParameterServer(Service):
         try:
             transition = TRANSITIONS.get(type(message))
             if transition is None:
-                raise UsageError("those are the words of another kind of service")
+                raise UsageError(
+                    f"{type(message).__name__}: expected a request of a parameter server"
+                )
             if transition.on_parameters and not self.shard.is_held:
                 raise UsageError(NOTHING_HELD)
             getattr(self, transition.handler)(sender, message, payload)

@@ -221,8 +221,8 @@ class ModelShard:
     def zero_momentum(self, bucket: int) -> None:
         if self.clipped is not None:
             raise UsageError(
-                "zero_momentum under a method whose servers clip: updates that come before "
-                "it may still be held"
+                "zero_momentum under a method whose servers clip: earlier updates may not be applied "
+                "yet"
             )
         self.store.zero_momentum(bucket)
 

@@ -165,8 +165,8 @@ class Client:
             answer, _ = self._line.receive_answer()
         except (EOFError, OSError) as error:
             raise KeeperLostError(
-                "the process that should hold the emulated cluster ended before it "
-                "could say why; its own words, if any, are on standard error"
+                "the process that holds the emulated cluster ended before it could report an error; "
+                "see standard error for its output"
             ) from error
         if isinstance(answer, Failed):
             _raise(answer)

@@ -118,8 +118,8 @@ def place_of(
     size = 0 if said is None else said.size
     if workers is not None and size not in (0, workers):
         raise UsageError(
-            f"--workers {workers}, and the launcher's variables say {size}: give --rank, "
-            "too, where they are of something else"
+            f"--workers {workers}, but the launcher's variables name {size} workers: give --rank, "
+            "too, if the variables belong to another job"
         )
     place = said or launchers.Place(rank=0, size=0)
     return replace(
@@ -186,8 +186,8 @@ def add_world_size(environment: MutableMapping[str, str]) -> None:
     server = environment.get(ADDRESSES_VARIABLE, "")
     if not server:
         raise UsageError(
-            f"{SURVIVE_VARIABLE}=1 and RANK={rank}, and nothing says of how many workers: set "
-            f"{ADDRESSES_VARIABLE}=HOST:PORT, whose server knows, or WORLD_SIZE"
+            f"{SURVIVE_VARIABLE}=1 and RANK={rank}, but the number of workers is unknown: set "
+            f"{ADDRESSES_VARIABLE}=HOST:PORT, whose server knows it, or WORLD_SIZE"
         )
     _check_server(server)
     environment["WORLD_SIZE"] = str(fetch_world_size(server, rank, 0, environment))
@@ -259,8 +259,8 @@ def _wait_until_somebody_listens(
             where = f"{name} at {host}:{port}"
             if time.monotonic() > deadline:
                 raise PeerLostError(
-                    f"{where}: nobody has listened there for {timeouts.server_listen:.0f} s ({error}): is "
-                    "`paceline serve --survive` running there, or is the job over?"
+                    f"{where}: no server has listened there for {timeouts.server_listen:.0f} s ({error}): "
+                    "is `paceline serve --survive` running there, or is the job over?"
                 ) from None
             if not said:
                 _say(f"worker {rank} waits for {where}: {error}")

@@ -249,8 +249,8 @@ class JobStore:
             return self._read_file(name, published)
         if address is None:
             raise UsageError(
-                f"{name}: it was told to the workers of one machine, and this worker is "
-                f"on another: set the same {SECRET} for all"
+                f"{name}: its address was published for the workers of one machine, and this worker "
+                f"is on another: set the same {SECRET} for all"
             )
         if self._key is None:
             return address

@@ -179,7 +179,7 @@ def addresses_at(place: str, environment: Mapping[str, str]) -> list[Address]:
     token = dedicated_token(environment)
     if token is None:
         raise UsageError(
-            f"servers={text}: nothing tells this worker their token. `paceline serve` has "
+            f"servers={text}: this worker does not know the servers' token. `paceline serve` has "
             f"printed a line that exports it ({TOKEN}=...): run that line where the job is "
             f"started, for every worker; or set the same {SECRET} for servers and workers"
         )

@@ -245,9 +245,9 @@ class PlacementResolver:
             return [Placement(address=one) for one in there]
         if self.environment.get(SURVIVE_VARIABLE) == "1":
             raise UsageError(
-                f"servers={place}: a job that survives deaths (--survive) has the servers that "
-                "its supervisor has started, and no others: its workers share nothing else "
-                "by which they could find one. Leave servers=... out"
+                f"servers={place}: a job that survives deaths (--survive) uses only the servers that "
+                "its supervisor has started, since its workers cannot find others. Leave servers=... "
+                "out"
             )
         return [self.beside(0)] if place == "embedded" else self._nodes()
 
@@ -315,9 +315,9 @@ def check_supervised(job: ServiceJob, environment: Mapping[str, str]) -> None:
     if started != wanted:
         name = "its" if job.method is None else job.method.name
         raise UsageError(
-            f"--survive: this training's method wants {wanted} servers, and the supervisor has "
-            f"started {started}: it knows what its command line says. Start the job with "
-            f"--method SPEC, the whole spec of {name}"
+            f"--survive: this training's method needs {wanted} servers, and the supervisor has "
+            f"started {started}, by the method of its command line. Start the job with --method "
+            f"SPEC, the whole spec of {name}"
         )
 
 

@@ -202,9 +202,9 @@ class VirtualClock:
                 raise Abandoned
             if isinstance(worker, EventContext):
                 raise UsageError(
-                    f"worker {worker.rank}: what follows a result (Pending.then) waits for "
-                    f"{completion.describe()}; it runs at one instant, and chains what "
-                    "comes later: return pending.then(...)"
+                    f"worker {worker.rank}: a continuation of a result (Pending.then) waits for "
+                    f"{completion.describe()}; it must not wait, but chain its later work: return "
+                    "pending.then(...)"
                 )
             completion.waiters.append(worker)
             worker.waits_for = completion

@@ -328,8 +328,8 @@ class CollectiveGroup:
         except Exception as error:
             # The shape may be wrong, or it is a mean of integers.
             raise UsageError(
-                f"worker {self.ranks[position]}: the result of {operation.call} does not "
-                f"fit what it was called with: {error}"
+                f"worker {self.ranks[position]}: the result of {operation.call} does not fit the "
+                f"tensors of the call: {error}"
             ) from error
         operation.delivers[position] = None
         self.clock.complete(operation.take_completion(position))

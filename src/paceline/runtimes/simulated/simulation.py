@@ -406,8 +406,8 @@ def check_represented(cluster: Cluster, compute: ComputeModel) -> None:
     """Raise `UsageError` if workers of a class may behave differently."""
     if compute.jitter:
         raise UsageError(
-            f"representatives with jitter {compute.jitter:g}: every worker's steps then take other "
-            "times, so expected 0; simulate all workers, or leave jitter out"
+            f"representatives with jitter {compute.jitter:g}: with jitter, every worker's step "
+            "times differ, so expected 0; simulate all workers, or leave jitter out"
         )
     killed = [rule.target for rule in cluster.rules if isinstance(rule.target, int)]
     if killed:
