@@ -13,9 +13,9 @@ all. Rules that need sizes alone are then final. ``mg-wfbp`` and ``optimal`` mea
 6. From time to time, ranks compare step times. If the order of gradients or the step time has
    changed lastingly, the tuner starts again.
 
-Theory of operation ------------------- `BucketTuner._run` is a generator: each ``yield`` is the end
-of one backward pass. After the same backward pass, all ranks are at the same line of it. Every
-decision comes from numbers that are equal on all ranks, or from rank 0.
+`BucketTuner._run` is a generator: each ``yield`` is the end of one backward pass. After the same
+backward pass, all ranks are at the same line of it. Every decision comes from numbers that are
+equal on all ranks, or from rank 0.
 """
 
 from __future__ import annotations

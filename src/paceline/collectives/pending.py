@@ -3,11 +3,10 @@
 `WorkPending` is the handle of one operation, `AllOf` of several. A `ContinuationChain` runs
 continuations in the order of issue.
 
-Theory of operation ------------------- `Pending.then` appends a continuation (a *work*) to a
-`ContinuationChain`. The training issues operations on a channel; all of them share the channel's
-first chain, whichever group they belong to. A chain runs its works first in, first out, each after
-the result that it follows has arrived. So ranks whose results arrive in different orders still run
-the same works in the same order.
+`Pending.then` appends a continuation (a *work*) to a `ContinuationChain`. The training issues
+operations on a channel; all of them share the channel's first chain, whichever group they belong
+to. A chain runs its works first in, first out, each after the result that it follows has arrived.
+So ranks whose results arrive in different orders still run the same works in the same order.
 
 Operations that a work issues must not share a queue with operations that the training issues
 meanwhile. Their order would differ between ranks, and collectives are matched by order. So a `Comm`

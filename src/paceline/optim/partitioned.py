@@ -1,10 +1,10 @@
 """The user's optimizer, applied piece by piece: on a worker, or on a server.
 
-Theory of operation ------------------- Each piece is a `torch.nn.Parameter` of its own that views
-the storage of the user's parameter. All pieces are in a shallow copy of the user's optimizer, which
-has its own ``param_groups`` and ``state``. One step of that copy over the pieces of a call *is* the
-update, with torch's own arithmetic and its foreach and fused kernels. (It is a copy, because
-``type(optimizer)(groups, **optimizer.defaults)`` fails for AdamW.)
+Each piece is a `torch.nn.Parameter` of its own that views the storage of the user's parameter. All
+pieces are in a shallow copy of the user's optimizer, which has its own ``param_groups`` and
+``state``. One step of that copy over the pieces of a call *is* the update, with torch's own
+arithmetic and its foreach and fused kernels. (It is a copy, because ``type(optimizer)(groups,
+**optimizer.defaults)`` fails for AdamW.)
 
 A piece that is a whole parameter has the parameter's shape and strides, so any optimizer can update
 it. Smaller pieces are flat, and need an elementwise optimizer.
