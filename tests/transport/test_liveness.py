@@ -44,9 +44,9 @@ def job():
             stack.callback(rank.close)
         host = stack.enter_context(running(Adder(1), workers=1))
         server = stack.enter_context(contextlib.closing(connect(host)))
-        while len(list(hub._callers)) < 2:
+        while len(list(hub._idle_connections)) < 2:
             hub._thread.join(0.01)
-        watched = [rank._socket for rank in ranks] + list(hub._callers)
+        watched = [rank._socket for rank in ranks] + list(hub._idle_connections)
         watched += [server._liveness, *host.listener._sessions._owners]
         alone = [hub._listener, hub._wake, hub._waker]
         yield watched, alone, server._channels[""].socket
@@ -154,7 +154,7 @@ def heard(callers, peer):
 
 def test_a_crowd_of_strangers_loses_its_oldest_and_nobody_who_is_known(door):
     listener, knock = door
-    callers = liveness.Callers(strangers=2, line_bytes=64)
+    callers = liveness.IdleConnections(strangers=2, line_bytes=64)
     ends = [knock() for _ in range(4)]
     first, second, third = (callers.accept(listener, callers.close) for _ in range(3))
     assert list(callers) == [second, third]
@@ -170,7 +170,7 @@ def test_a_crowd_of_strangers_loses_its_oldest_and_nobody_who_is_known(door):
 
 def test_lines_are_given_whole_however_they_come(door):
     listener, knock = door
-    callers = liveness.Callers(strangers=2, line_bytes=64)
+    callers = liveness.IdleConnections(strangers=2, line_bytes=64)
     end = knock()
     peer = callers.accept(listener, callers.close)
     assert callers.read(peer) == ((), False, None)
@@ -185,7 +185,7 @@ def test_lines_are_given_whole_however_they_come(door):
 
 def test_a_line_without_an_end_is_the_end(door):
     listener, knock = door
-    callers = liveness.Callers(strangers=2, line_bytes=64)
+    callers = liveness.IdleConnections(strangers=2, line_bytes=64)
     end = knock()
     peer = callers.accept(listener, callers.close)
     end.sendall(b"x" * 65)
@@ -198,7 +198,7 @@ def test_a_line_without_an_end_is_the_end(door):
 
 def test_a_connection_that_breaks_says_how(door):
     listener, knock = door
-    callers = liveness.Callers(strangers=2, line_bytes=64)
+    callers = liveness.IdleConnections(strangers=2, line_bytes=64)
     end = knock()
     peer = callers.accept(listener, callers.close)
     # Closed with something unread or in haste, it is reset.

@@ -131,13 +131,13 @@ class ServerConnection:
         try:
             self._introduce(time.monotonic() + timeouts.server_connect)
         except BaseException:
-            self._let_go(0.0)
+            self._release(0.0)
             raise
 
     def __del__(self) -> None:
         """Release the sockets without a goodbye; otherwise ZeroMQ would wait for them forever."""
         if not self._closed:
-            self._let_go(0.0)
+            self._release(0.0)
 
     def request(
         self,
@@ -177,7 +177,7 @@ class ServerConnection:
         try:
             there.submit(pending_reply)
         except ProtocolError as error:
-            self._not_an_answer(error)
+            self._fail_on_invalid_reply(error)
         return pending_reply
 
     @property
@@ -218,7 +218,7 @@ class ServerConnection:
             if well and self._liveness is not None:
                 with contextlib.suppress(OSError):
                     self._liveness.send(b"bye\n")
-            self._let_go(0.0)
+            self._release(0.0)
 
     def close(self) -> None:
         """Say goodbye on all channels, then release the sockets.
@@ -244,7 +244,7 @@ class ServerConnection:
             # The server is lost, so it needs no goodbye.
             pass
         finally:
-            self._let_go(linger)
+            self._release(linger)
 
     # ---- connecting ----
 
@@ -340,7 +340,7 @@ class ServerConnection:
             try:
                 handler()
             except ProtocolError as error:
-                self._not_an_answer(error)
+                self._fail_on_invalid_reply(error)
 
         self._watched[source] = read
         self._loop.watch(source, read)
@@ -419,7 +419,7 @@ class ServerConnection:
             channel.read()
         self.give_up(f"is lost: its process {how}")
 
-    def _not_an_answer(self, error: ProtocolError) -> None:
+    def _fail_on_invalid_reply(self, error: ProtocolError) -> None:
         self.give_up(f"sent an invalid reply: {error}")
 
     def give_up(
@@ -436,7 +436,7 @@ class ServerConnection:
         if self._failure is not None:
             raise type(self._failure)(str(self._failure))
 
-    def _let_go(self, linger: float) -> None:
+    def _release(self, linger: float) -> None:
         self._closed = True
         for source in self._watched:
             self._loop.unwatch(source)

@@ -223,7 +223,7 @@ class ServerListener:
         self._send_farewells()
         self._sessions.close()
         self._liveness.close()
-        self.loop.let_go()
+        self.loop.clear()
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -450,7 +450,7 @@ class ServerListener:
         except ProtocolError as refusal:
             # Count first, so that the count is correct when the peer sees its connection end.
             self._count(refusal.kind, str(refusal))
-            self._sessions.show_out(peer)
+            self._sessions.disconnect(peer)
 
 
 def _resolved(address: str) -> str:

@@ -123,7 +123,7 @@ def how_it_ended(error: OSError | None) -> str:
     return "died: its connection closed without a goodbye"
 
 
-class Said(NamedTuple):
+class ReceivedLines(NamedTuple):
     """Data read from a connection: complete *lines*, and whether it is *over*.
 
     A connection is over if it was closed, failed with *error*, or sent a line that is too long.
@@ -134,7 +134,7 @@ class Said(NamedTuple):
     error: OSError | None = None
 
 
-class Callers:
+class IdleConnections:
     """The accepted ends of idle connections.
 
     A peer is unauthenticated until `know`. Memory for unauthenticated peers is bounded:
@@ -149,11 +149,11 @@ class Callers:
         self._known: set[socket.socket] = set()
 
     def accept(
-        self, listener: socket.socket, show_out: Callable[[socket.socket], None]
+        self, listener: socket.socket, disconnect: Callable[[socket.socket], None]
     ) -> socket.socket | None:
         """Accept the next connection; None if it has closed again.
 
-        If there are too many unauthenticated peers, *show_out* must close the given one.
+        If there are too many unauthenticated peers, *disconnect* must close the given one.
         """
         try:
             peer, _ = listener.accept()
@@ -164,7 +164,7 @@ class Callers:
         strangers = [caller for caller in self._begun if caller not in self._known]
         if len(strangers) >= self._strangers:
             # The oldest one has had the most time to authenticate itself.
-            show_out(strangers[0])
+            disconnect(strangers[0])
         self._begun[peer] = b""
         return peer
 
@@ -172,17 +172,17 @@ class Callers:
         """Note that this peer has authenticated itself."""
         self._known.add(peer)
 
-    def read(self, peer: socket.socket) -> Said:
+    def read(self, peer: socket.socket) -> ReceivedLines:
         """Read from a connection that has data."""
         try:
             data = peer.recv(self._line_bytes)
         except BlockingIOError:
-            return Said()
+            return ReceivedLines()
         except OSError as error:
-            return Said(over=True, error=error)
+            return ReceivedLines(over=True, error=error)
         *lines, begun = (self._begun[peer] + data).split(b"\n")
         self._begun[peer] = begun
-        return Said(lines, over=not data or len(begun) > self._line_bytes)
+        return ReceivedLines(lines, over=not data or len(begun) > self._line_bytes)
 
     def close(self, peer: socket.socket) -> None:
         """Close one connection."""

@@ -48,7 +48,7 @@ class PollLoop:
                 handler()
         return bool(events)
 
-    def let_go(self) -> None:
+    def clear(self) -> None:
         """Stop calling handlers, and drop all references to them."""
         self._handlers.clear()
         self._keys.clear()

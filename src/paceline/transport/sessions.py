@@ -48,7 +48,7 @@ from paceline.interfaces import Sender
 from paceline.interfaces.server_messages import PROTOCOL
 from paceline.timeouts import timeouts
 from paceline.transport import protocol
-from paceline.transport.liveness import Callers, unanswered
+from paceline.transport.liveness import IdleConnections, unanswered
 from paceline.transport.poll_loop import PollLoop
 from paceline.transport.protocol import ProtocolError, ServiceKey
 from paceline.transport.shared_memory import ServerEnd, ServerMemory
@@ -123,10 +123,10 @@ class Attendance:
         """The latest incarnation of each worker."""
         self._departed: set[int] = set()
         # These departed in the middle of their training.
-        self._broke_off: set[int] = set()
+        self._left_early: set[int] = set()
         self._some_are_lost = False
         self._last_goodbye = 0.0
-        self.another_is_wanted = False
+        self.next_training_begun = False
         """Whether a departed worker has come again in the same incarnation: its script has begun
         another training."""
 
@@ -143,7 +143,7 @@ class Attendance:
     @property
     def all_have_ended_well(self) -> bool:
         """Whether all workers have departed, none of them in the middle of its training."""
-        return self.all_have_departed and not self._broke_off
+        return self.all_have_departed and not self._left_early
 
     @property
     def some_have_departed(self) -> bool:
@@ -183,7 +183,7 @@ class Attendance:
         worker = session.worker
         self.present[worker], self.newest[worker] = session, session.incarnation
         self._departed.discard(worker)
-        self._broke_off.discard(worker)
+        self._left_early.discard(worker)
 
     def lost(self, session: Session) -> None:
         """Note that a present worker or service has gone without a goodbye."""
@@ -198,7 +198,7 @@ class Attendance:
             self._departed.add(session.worker)
             self._last_goodbye = time.monotonic()
         if session.takes_part:
-            self._broke_off.add(session.worker)
+            self._left_early.add(session.worker)
             self._some_are_lost = True
         return session.takes_part
 
@@ -234,7 +234,9 @@ class Sessions:
         self._over: set[ServiceKey] = set()
         self._connections: dict[bytes, Connection] = {}
         self.memory = ServerMemory()
-        self._callers = Callers(workers + services + _STRANGERS, _LINE_BYTES)
+        self._idle_connections = IdleConnections(
+            workers + services + _STRANGERS, _LINE_BYTES
+        )
         self._owners: dict[socket.socket, Session] = {}
 
     def open(self, key: ServiceKey) -> Attendance:
@@ -252,7 +254,7 @@ class Sessions:
 
     def close(self) -> None:
         """Release the liveness connections and shared memory."""
-        self._callers.close_all()
+        self._idle_connections.close_all()
         self.memory.close()
 
     def connection_of(self, identity: bytes) -> Connection | None:
@@ -344,7 +346,7 @@ class Sessions:
             incarnation = newest + 1
         if incarnation <= newest:
             if incarnation == newest and attendance.has_departed(hello.worker):
-                attendance.another_is_wanted = True
+                attendance.next_training_begun = True
             reason = (
                 f"incarnation {incarnation} of worker {hello.worker}, "
                 f"{protocol.HAS_BEEN_HERE} {newest}; come back with a larger one"
@@ -404,7 +406,7 @@ class Sessions:
 
         *reader* is called whenever it has data, and calls `read`.
         """
-        peer = self._callers.accept(self._listener, self.show_out)
+        peer = self._idle_connections.accept(self._listener, self.disconnect)
         if peer is not None:
             self._loop.watch(peer, partial(reader, peer))
 
@@ -412,9 +414,9 @@ class Sessions:
         """Read from a liveness connection; return the sessions that are lost by it.
 
         Raises `ProtocolError` for a connection without a ticket; the caller closes it with
-        `show_out`.
+        `disconnect`.
         """
-        said = self._callers.read(peer)
+        said = self._idle_connections.read(peer)
         lost: list[Session] = []
         for line in said.lines:
             lost += self._hear(peer, line)
@@ -428,12 +430,12 @@ class Sessions:
             lost += self.lose(session)
         return lost
 
-    def show_out(self, peer: socket.socket) -> None:
+    def disconnect(self, peer: socket.socket) -> None:
         """Close a liveness connection unless it is closed already."""
-        if peer in self._callers:
+        if peer in self._idle_connections:
             self._owners.pop(peer, None)
             self._loop.unwatch(peer)
-            self._callers.close(peer)
+            self._idle_connections.close(peer)
 
     def _hear(self, peer: socket.socket, line: bytes) -> list[Session]:
         session = self._owners.get(peer)
@@ -453,7 +455,7 @@ class Sessions:
         before = attendance.present.get(session.worker)
         lost = [] if before is None else self.lose(before)
         session.liveness = peer
-        self._callers.know(peer)
+        self._idle_connections.know(peer)
         self._owners[peer] = session
         attendance.came(session)
         with contextlib.suppress(OSError):
@@ -499,7 +501,7 @@ class Sessions:
                 del among[session.worker]
         session.shared.close()
         if session.liveness is not None:
-            self.show_out(session.liveness)
+            self.disconnect(session.liveness)
 
 
 def _place_of(peer: socket.socket) -> str:

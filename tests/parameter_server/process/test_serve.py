@@ -55,7 +55,7 @@ def test_nobody_else_can_take_the_port_between_two_trainings(survives, monkeypat
     monkeypatch.setattr(serve, "ServerListener", Noting)
     # Signals come to the main thread alone.
     untold = contextlib.nullcontext((None, []))
-    monkeypatch.setattr(serve, "_told_to_end", lambda: untold)
+    monkeypatch.setattr(serve, "_end_signals", lambda: untold)
     jobs = []
 
     def count(*arguments, **options):

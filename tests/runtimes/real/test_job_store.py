@@ -18,13 +18,13 @@ from paceline.runtimes.real.job_store import (
     JobStore,
     ListenAddress,
     PublishedAddress,
-    Sheet,
-    Way,
+    SealedAddress,
+    TokenTransfer,
     host_to_connect,
     on_master,
     resolve,
+    token_transfer_of,
     toward_master,
-    way_of,
 )
 from paceline.runtimes.real.peer_monitor import PeerMonitor
 from paceline.runtimes.real.services import PlacementResolver, RealServices
@@ -57,22 +57,22 @@ def posted(environment: Mapping[str, str]) -> Iterator[tuple[DictStore, JobStore
 @pytest.mark.parametrize(
     ("environment", "way"),
     [
-        (ALONE, Way.HERE),
-        (APART, Way.OPEN),
-        ({"MASTER_ADDR": "127.0.0.1"}, Way.HERE),
-        ({"MASTER_ADDR": "localhost"}, Way.HERE),
-        ({}, Way.HERE),
-        ({"MASTER_ADDR": "10.0.0.1"}, Way.OPEN),
-        ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}, Way.HERE),
-        ({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}, Way.OPEN),
-        (ALONE | {SECRET: LONG}, Way.SIGNED),
-        (APART | {SECRET: LONG}, Way.SIGNED),
-        (APART | {TOKEN: TOKEN_OF_ALL}, Way.SIGNED),
-        (ALONE | {SECRET: ""}, Way.HERE),
+        (ALONE, TokenTransfer.HERE),
+        (APART, TokenTransfer.OPEN),
+        ({"MASTER_ADDR": "127.0.0.1"}, TokenTransfer.HERE),
+        ({"MASTER_ADDR": "localhost"}, TokenTransfer.HERE),
+        ({}, TokenTransfer.HERE),
+        ({"MASTER_ADDR": "10.0.0.1"}, TokenTransfer.OPEN),
+        ({"MASTER_ADDR": "10.0.0.1", "LOCAL_WORLD_SIZE": "2"}, TokenTransfer.HERE),
+        ({"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "1"}, TokenTransfer.OPEN),
+        (ALONE | {SECRET: LONG}, TokenTransfer.SIGNED),
+        (APART | {SECRET: LONG}, TokenTransfer.SIGNED),
+        (APART | {TOKEN: TOKEN_OF_ALL}, TokenTransfer.SIGNED),
+        (ALONE | {SECRET: ""}, TokenTransfer.HERE),
     ],
 )
-def test_the_table(environment: dict[str, str], way: Way) -> None:
-    assert way_of(2, environment) is way
+def test_the_table(environment: dict[str, str], way: TokenTransfer) -> None:
+    assert token_transfer_of(2, environment) is way
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,9 @@ def here(descriptor: int) -> DictStore:
 
 
 def test_a_file_that_others_could_have_made_is_refused(tmp_path: Path) -> None:
-    sheet = Sheet(name=f"29500/{NAME}", address=Address(host="10.6.6.6", token="his"))
+    sheet = SealedAddress(
+        name=f"29500/{NAME}", address=Address(host="10.6.6.6", token="his")
+    )
     path = tmp_path / "sheet"
     path.write_bytes(msgspec.json.encode(sheet))
     changeable = os.memfd_create("paceline", os.MFD_ALLOW_SEALING)
@@ -213,7 +215,9 @@ def test_another_user_cannot_read_the_file_nor_have_his_read() -> None:
         assert asked.stdout == b""
         assert b"Permission denied" in asked.stderr
         assert subprocess.run(ask, capture_output=True).stdout  # and root may
-    sheet = Sheet(name=f"29500/{NAME}", address=Address(host="10.6.6.6", token="his"))
+    sheet = SealedAddress(
+        name=f"29500/{NAME}", address=Address(host="10.6.6.6", token="his")
+    )
     os.setegid(SOMEBODY)
     os.seteuid(SOMEBODY)
     try:

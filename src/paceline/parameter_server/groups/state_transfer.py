@@ -30,7 +30,7 @@ from paceline.parameter_server.groups.update_log import (
     UpdateLog,
     expect_reply,
 )
-from paceline.parameter_server.state_machine.server import difference, in_words
+from paceline.parameter_server.state_machine.server import description_of, difference
 from paceline.parameter_server.state_machine.store import State
 from paceline.transport.protocol import LARGEST_PAYLOAD_BYTES, describe
 
@@ -188,7 +188,7 @@ def _dtype_and_elements(payload: torch.Tensor) -> tuple[str, int]:
 def _check(local: LocalServer, manifest: Manifest) -> None:
     """Raise `UsageError` unless a state fits this training."""
     ours, theirs = (
-        in_words(msgspec.msgpack.decode(join, type=Join))
+        description_of(msgspec.msgpack.decode(join, type=Join))
         for join in (local.saved_join().numpy().tobytes(), manifest.join)
     )
     if what := difference(ours, theirs):

@@ -108,7 +108,7 @@ class HostedService:
         """Whether no worker needs the service any more."""
         attendance = self.attendance
         if self.until == "replaced":
-            return attendance.all_have_departed and attendance.another_is_wanted
+            return attendance.all_have_departed and attendance.next_training_begun
         deserted = self.until == "deserted" and self.deserted_from <= time.monotonic()
         return attendance.all_have_departed or deserted
 

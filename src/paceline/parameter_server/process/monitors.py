@@ -148,7 +148,7 @@ LOOKS = 20
 
 
 @dataclass
-class _Heard:
+class _WorkerTraffic:
     """The traffic of one worker."""
 
     incarnation: int
@@ -191,7 +191,7 @@ class SilenceMonitor(Monitor):
             raise UsageError(f"--evict-silent: expected more than 0 s, got {least}")
         self._least = self._limit = least
         self._judges = judges
-        self._heard: dict[int, _Heard] = {}
+        self._traffic: dict[int, _WorkerTraffic] = {}
         self._durations: deque[float] = deque(maxlen=100)
         self._pulse = least / LOOKS
         self._looked = 0.0
@@ -202,45 +202,45 @@ class SilenceMonitor(Monitor):
         """When the silence of workers that other servers judge was last reset."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
-        self._look_up(now)
-        heard = self._heard_of(sender)
-        if heard is None:
+        self._note_call(now)
+        traffic = self._traffic_of(sender)
+        if traffic is None:
             return
-        heard.last = now
-        heard.owed.add((sender.channel, sender.number))
+        traffic.last = now
+        traffic.owed.add((sender.channel, sender.number))
         if isinstance(message, Leave):
-            del self._heard[sender.worker]
-        elif isinstance(message, Push) and message.step != heard.step:
-            if heard.step >= 0:
-                self._durations.append(now - heard.began)
-                heard.steps += 1
-            heard.step, heard.began = message.step, now
+            del self._traffic[sender.worker]
+        elif isinstance(message, Push) and message.step != traffic.step:
+            if traffic.step >= 0:
+                self._durations.append(now - traffic.began)
+                traffic.steps += 1
+            traffic.step, traffic.began = message.step, now
 
     def on_worker_lost(self, worker: int, incarnation: int, now: float) -> None:
-        self._look_up(now)
-        heard = self._heard.get(worker)
-        if heard is not None and heard.incarnation == incarnation:
-            del self._heard[worker]
+        self._note_call(now)
+        traffic = self._traffic.get(worker)
+        if traffic is not None and traffic.incarnation == incarnation:
+            del self._traffic[worker]
 
     def on_reply(self, reply: Reply, now: float) -> None:
         """Note the reply, for which its worker has waited until now."""
         to = reply.to
         # It may come long after the request.
         if isinstance(reply.message, Joined):
-            self._heard[to.worker] = _Heard(to.incarnation, now)
-        heard = self._heard_of(to)
-        if heard is not None:
-            heard.owed.discard((to.channel, to.number))
-            heard.last = now
+            self._traffic[to.worker] = _WorkerTraffic(to.incarnation, now)
+        traffic = self._traffic_of(to)
+        if traffic is not None:
+            traffic.owed.discard((to.channel, to.number))
+            traffic.last = now
 
     def next_deadline(self) -> float | None:
-        if not self._heard:
+        if not self._traffic:
             return None
-        deadlines = [self._deadline(v) for v in self._heard.values() if not v.owed]
+        deadlines = [self._deadline(v) for v in self._traffic.values() if not v.owed]
         return min([self._looked + self._pulse, *deadlines])
 
     def on_timer(self, now: float) -> Sequence[SilentWorker]:
-        self._look_up(now)
+        self._note_call(now)
         # Update the limit only here: a `next_deadline` in between may be too early, which costs
         # little.
         self._limit = self._least
@@ -248,9 +248,9 @@ class SilenceMonitor(Monitor):
             usual = statistics.median(self._durations)
             self._limit = max(self._least, SILENT_STEPS * usual)
         silent = [
-            SilentWorker(worker, heard.incarnation, now - heard.last)
-            for worker, heard in self._heard.items()
-            if not heard.owed and now >= self._deadline(heard)
+            SilentWorker(worker, traffic.incarnation, now - traffic.last)
+            for worker, traffic in self._traffic.items()
+            if not traffic.owed and now >= self._deadline(traffic)
         ]
         for worker, _, seconds in silent:
             log.warning(
@@ -261,28 +261,28 @@ class SilenceMonitor(Monitor):
             )
         return silent
 
-    def _look_up(self, now: float) -> None:
+    def _note_call(self, now: float) -> None:
         """Note a call: the time without calls counts as no worker's silence."""
         away = now - self._looked
         self._looked = now
         if away > 2 * self._pulse:
             self._awake = now
-            for heard in self._heard.values():
-                heard.last += away
+            for traffic in self._traffic.values():
+                traffic.last += away
         if now >= self._excused + self._pulse:
             self._excused = now
-            for worker, heard in self._heard.items():
+            for worker, traffic in self._traffic.items():
                 if not self._judges(worker):
-                    heard.last = now
+                    traffic.last = now
 
-    def _heard_of(self, sender: Sender) -> _Heard | None:
-        heard = self._heard.get(sender.worker)
-        known = heard is not None and heard.incarnation == sender.incarnation
-        return heard if known else None
+    def _traffic_of(self, sender: Sender) -> _WorkerTraffic | None:
+        traffic = self._traffic.get(sender.worker)
+        known = traffic is not None and traffic.incarnation == sender.incarnation
+        return traffic if known else None
 
-    def _deadline(self, heard: _Heard) -> float:
-        allowed = self._limit * (1 if heard.steps else FIRST_STEP)
-        return max(heard.last + allowed, self._awake + self._pulse)
+    def _deadline(self, traffic: _WorkerTraffic) -> float:
+        allowed = self._limit * (1 if traffic.steps else FIRST_STEP)
+        return max(traffic.last + allowed, self._awake + self._pulse)
 
 
 class MissingWorkerMonitor(Monitor):

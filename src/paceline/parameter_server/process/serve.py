@@ -56,7 +56,7 @@ def serve(
     token = token or secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         host: ServerHost | None = None
-        _tell_metrics(stack, metrics, lambda: figures_of(host) if host else None)
+        _serve_metrics(stack, metrics, lambda: figures_of(host) if host else None)
         listener = ServerListener(
             bind,
             port,
@@ -121,7 +121,7 @@ def serve_surviving(
     path = None if snapshot is None else checked(snapshot)
     job: SurvivingJob | None = None
     with snapshot_lock(path), contextlib.ExitStack() as stack:
-        _tell_metrics(
+        _serve_metrics(
             stack, metrics, lambda: figures_of(job.host, path) if job else None
         )
         listener = ServerListener(
@@ -153,7 +153,7 @@ def _survive_one(job: SurvivingJob) -> bool:
 
     Raises `SystemExit` if a signal has ended it.
     """
-    with _told_to_end() as (stop, told):
+    with _end_signals() as (stop, told):
         for _ in job.run(stop):
             pass
     if job.attendance.all_have_ended_well:
@@ -163,7 +163,7 @@ def _survive_one(job: SurvivingJob) -> bool:
         number = told[0] if told else signal.SIGTERM
         log.warning("%s: interrupted", signal.Signals(number).name)
         sys.exit(128 + number)
-    _say_who_broke_off(job)
+    _log_unfinished_workers(job)
     return False
 
 
@@ -171,7 +171,7 @@ def _liveness_port(port: int, liveness_port: int | None) -> int:
     return (port and port + 1) if liveness_port is None else liveness_port
 
 
-def _tell_metrics(
+def _serve_metrics(
     stack: contextlib.ExitStack,
     address: str | None,
     figures: Callable[[], Figures | None],
@@ -183,7 +183,7 @@ def _tell_metrics(
 
 
 @contextlib.contextmanager
-def _told_to_end() -> Iterator[tuple[int, list[int]]]:
+def _end_signals() -> Iterator[tuple[int, list[int]]]:
     """Yield a descriptor that reaches its end once a signal arrives, and the signals so far.
 
     So a server ends between two messages, and its snapshot is consistent.
@@ -220,7 +220,7 @@ def _beginning(job: SurvivingJob) -> str:
     return f"the job begins; {job.path} is to keep it"
 
 
-def _say_who_broke_off(job: SurvivingJob) -> None:
+def _log_unfinished_workers(job: SurvivingJob) -> None:
     """Log the workers that left their training; none is present, and none is expected back."""
     who = ", ".join(map(str, job.server.missing()))
     kept = "there is no snapshot of it (--snapshot FILE)"

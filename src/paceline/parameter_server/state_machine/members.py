@@ -208,13 +208,13 @@ class Members:
         """Return the workers that take part in a reduction: also those that are out of data."""
         return sorted(self._present().keys() | self._awaited)
 
-    def nobody_trains(self) -> bool:
+    def none_trains(self) -> bool:
         """Return whether no worker is active, and none must still come, or come back."""
         return not (self._training() or self._awaited or self._returning)
 
     def is_over(self) -> bool:
         """Return whether workers were here, and none is active any more."""
-        return bool(self._known) and self.nobody_trains()
+        return bool(self._known) and self.none_trains()
 
     def clocks(self) -> dict[int, int]:
         """Return, by worker that trains, the number of its next step. Any thread may call this."""

@@ -451,7 +451,7 @@ class ParameterServer(Service):
             self.shard.on_change()
             self._grant_pulls()
         self.reductions.finish_complete()
-        if self.members.nobody_trains():
+        if self.members.none_trains():
             leaves, self._leaves = self._leaves, []
             for sender in leaves:
                 self.replies.reply(sender, Done())
@@ -766,7 +766,7 @@ LONGEST = 200
 """Characters of a value in messages; longer values are shown by a digest."""
 
 
-def in_words(join: Join) -> dict[str, str]:
+def description_of(join: Join) -> dict[str, str]:
     """Return the description of the training as text, by the names of fields."""
     return {name: _short(repr(getattr(join, name))) for name in SAME}
 

@@ -219,7 +219,7 @@ def connect_with_retry(
     contested: float | None = None
     said: set[str] = set()
     while True:
-        if _wait_until_somebody_listens(name, host, port, rank, waiting):
+        if _wait_for_listener(name, host, port, rank, waiting):
             contested = None  # It may be another server.
         try:
             return connect()
@@ -246,7 +246,7 @@ def _say(words: str) -> None:
     print(f"paceline: {words}", file=sys.stderr, flush=True)
 
 
-def _wait_until_somebody_listens(
+def _wait_for_listener(
     name: str, host: str, port: int, rank: int, deadline: float
 ) -> bool:
     """Wait for a listener; return whether there was none at first."""

@@ -172,14 +172,14 @@ class PublishedText(msgspec.Struct, kw_only=True):
     signature: str = ""
 
 
-class Sheet(msgspec.Struct, kw_only=True):
+class SealedAddress(msgspec.Struct, kw_only=True):
     """The content of an anonymous file; *name* has the job and the key."""
 
     name: str
     address: Address
 
 
-class Way(enum.Enum):
+class TokenTransfer(enum.Enum):
     """The ways of transferring tokens, see the table at the top."""
 
     SIGNED = enum.auto()
@@ -187,19 +187,23 @@ class Way(enum.Enum):
     OPEN = enum.auto()
 
 
-def way_of(size: int, environment: Mapping[str, str]) -> Way:
+def token_transfer_of(size: int, environment: Mapping[str, str]) -> TokenTransfer:
     """Return the way for a job of *size* workers.
 
     Raises `UsageError` for a secret that is too short.
     """
     if job_key(environment) is not None:
-        return Way.SIGNED
+        return TokenTransfer.SIGNED
     local = environment.get("LOCAL_WORLD_SIZE")
     if local is not None:
         all_here = int(local) >= size
     else:
         all_here = size == 1 or is_loopback(environment.get("MASTER_ADDR", "localhost"))
-    return Way.HERE if all_here and hasattr(os, "memfd_create") else Way.OPEN
+    return (
+        TokenTransfer.HERE
+        if all_here and hasattr(os, "memfd_create")
+        else TokenTransfer.OPEN
+    )
 
 
 class JobStore:
@@ -213,7 +217,7 @@ class JobStore:
         self._store = store
         self._job = environment.get("MASTER_PORT", "")
         self._key = job_key(environment)
-        self._way = way_of(size, environment)
+        self._token_transfer = token_transfer_of(size, environment)
         # The key is a token, the value its number.
         self._numbers: dict[str, str] = {}
         self._files: list[int] = []
@@ -245,7 +249,7 @@ class JobStore:
         address = published.address
         if address is not None and address.fault:
             return address
-        if self._way is Way.HERE:
+        if self._token_transfer is TokenTransfer.HERE:
             return self._read_file(name, published)
         if address is None:
             raise UsageError(
@@ -297,9 +301,11 @@ class JobStore:
     def _published(self, name: str, address: Address) -> PublishedAddress:
         if address.fault:
             return PublishedAddress(address=Address(fault=address.fault))
-        if self._way is Way.HERE:
+        if self._token_transfer is TokenTransfer.HERE:
             try:
-                descriptor = _sealed(Sheet(name=self._named(name), address=address))
+                descriptor = _sealed(
+                    SealedAddress(name=self._named(name), address=address)
+                )
             except OSError as error:
                 # A sandbox may forbid it.
                 return PublishedAddress(
@@ -361,7 +367,7 @@ def _seals() -> int:
     )
 
 
-def _sealed(sheet: Sheet) -> int:
+def _sealed(sheet: SealedAddress) -> int:
     """Return a descriptor of an anonymous file that no process can change. Raises `OSError`."""
     flags = os.MFD_ALLOW_SEALING | os.MFD_CLOEXEC
     descriptor = os.memfd_create("paceline", flags)
@@ -388,7 +394,9 @@ def _read_sealed(path: str, name: str) -> Address:
         # This raises OSError for files that cannot be sealed.
         if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _seals() != _seals():
             raise ValueError("it can be changed")
-        sheet = msgspec.json.decode(os.pread(descriptor, _LARGEST_BYTES, 0), type=Sheet)
+        sheet = msgspec.json.decode(
+            os.pread(descriptor, _LARGEST_BYTES, 0), type=SealedAddress
+        )
     finally:
         os.close(descriptor)
     if sheet.name != name:

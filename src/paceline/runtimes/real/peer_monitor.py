@@ -103,7 +103,7 @@ class FailureHub:
             backlog=min(size, 1024),
         )
         self._listener.setblocking(False)
-        self._callers = liveness.Callers(size + STRANGERS, LINE_BYTES)
+        self._idle_connections = liveness.IdleConnections(size + STRANGERS, LINE_BYTES)
         self._ranks: dict[socket.socket, Hello] = {}
         self._loop = PollLoop()
         self._loop.watch(self._listener, self._accept)
@@ -141,8 +141,8 @@ class FailureHub:
                 pass
             self._tell_all(FailureNotice(rank=0))
         finally:
-            self._loop.let_go()
-            self._callers.close_all()
+            self._loop.clear()
+            self._idle_connections.close_all()
             self._listener.close()
             self._waker.close()
 
@@ -151,12 +151,12 @@ class FailureHub:
         self._closing = True
 
     def _accept(self) -> None:
-        peer = self._callers.accept(self._listener, self._drop)
+        peer = self._idle_connections.accept(self._listener, self._drop)
         if peer is not None:
             self._loop.watch(peer, partial(self._read, peer))
 
     def _read(self, peer: socket.socket) -> None:
-        said = self._callers.read(peer)
+        said = self._idle_connections.read(peer)
         try:
             for line in said.lines:
                 self._hear(peer, line)
@@ -174,7 +174,7 @@ class FailureHub:
             if not (known and 0 <= hello.rank < self._size):
                 raise msgspec.ValidationError("a wrong token")
             self._ranks[peer] = hello
-            self._callers.know(peer)
+            self._idle_connections.know(peer)
             return
         news = msgspec.json.decode(line, type=FailureNotice)
         if news.place is not None:
@@ -205,7 +205,7 @@ class FailureHub:
 
     def _drop(self, peer: socket.socket) -> None:
         self._loop.unwatch(peer)
-        self._callers.close(peer)
+        self._idle_connections.close(peer)
 
     def _name_hangs(self) -> None:
         if not self._hangs.is_due(len(self._ranks), time.monotonic()):
@@ -294,7 +294,7 @@ class PeerMonitor:
         try:
             address = job_store.address(KEY)
         except UsageError as error:
-            self._goes_unwatched(f"cannot learn where rank 0 watches: {error}")
+            self._continue_unmonitored(f"cannot learn where rank 0 watches: {error}")
             return
         if address.fault:
             self._over = True
@@ -311,7 +311,7 @@ class PeerMonitor:
                 (host, port), timeouts.liveness_connect
             )
         except OSError as error:
-            self._goes_unwatched(f"cannot reach rank 0 at {host}:{port}: {error}")
+            self._continue_unmonitored(f"cannot reach rank 0 at {host}:{port}: {error}")
             return
         self._socket.settimeout(None)
         liveness.watch(self._socket)
@@ -323,13 +323,13 @@ class PeerMonitor:
                 process=os.getpid(),
             )
         )
-        self._places.connect(rank, self._tell_place, waits=True)
+        self._places.connect(rank, self._send_place, waits=True)
         self._thread = threading.Thread(
             target=self._listen, name="paceline liveness", daemon=True
         )
         self._thread.start()
 
-    def _goes_unwatched(self, why: str) -> None:
+    def _continue_unmonitored(self, why: str) -> None:
         self._over = True
         print(
             f"paceline: rank {self._rank} {why}; when a rank dies, it will learn it from "
@@ -344,7 +344,7 @@ class PeerMonitor:
                 brief = fault[:FAULT_CHARACTERS]
                 self._say(FailureNotice(rank=self._rank, fault=brief, training=number))
 
-    def _tell_place(self, place: Place) -> None:
+    def _send_place(self, place: Place) -> None:
         if not self._over:
             with contextlib.suppress(OSError):
                 self._say(FailureNotice(rank=self._rank, place=place))
@@ -375,7 +375,7 @@ class PeerMonitor:
             for line in self._lines():
                 news = msgspec.json.decode(line, type=FailureNotice)
                 if news.asks:
-                    self._say_where(only_long_waits=False)
+                    self._report_position(only_long_waits=False)
                     continue
                 if news.place is not None:
                     self._places.hear(news.rank, news.place, news.present)
@@ -407,7 +407,7 @@ class PeerMonitor:
             pause = None
             if every is not None:
                 if time.monotonic() >= due:
-                    self._say_where(only_long_waits=True)
+                    self._report_position(only_long_waits=True)
                     due = time.monotonic() + every
                 pause = 1000 * max(0.0, due - time.monotonic())
             if not poll.poll(pause):
@@ -418,7 +418,7 @@ class PeerMonitor:
             *lines, begun = (begun + heard).split(b"\n")
             yield from lines
 
-    def _say_where(self, *, only_long_waits: bool) -> None:
+    def _report_position(self, *, only_long_waits: bool) -> None:
         if self._watch is None or self._over:
             return
         where = self._watch.look()

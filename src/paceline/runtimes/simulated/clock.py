@@ -329,14 +329,14 @@ class VirtualClock:
                     return worker
             try:
                 if not self._heap:
-                    raise DeadlockError(self.who_waits_for_what())
+                    raise DeadlockError(self.deadlock_message())
                 self.now, _, _, action = heapq.heappop(self._heap)
                 action()
             except Exception as error:
                 self.fail(error)
         return None
 
-    def who_waits_for_what(self) -> str:
+    def deadlock_message(self) -> str:
         """Return the deadlock's text: for each worker its wait, or that it has ended."""
         lines = [
             f"deadlock at virtual time {show_seconds(self.now)}: every worker waits, "

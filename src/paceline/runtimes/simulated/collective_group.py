@@ -344,7 +344,7 @@ class CollectiveGroup:
 
 
 @dataclass
-class _Meeting:
+class _Unmatched:
     """The unmatched sends and receives of one (source, destination, tag)."""
 
     sends: deque[tuple[int, Any, Completion]] = field(default_factory=deque)
@@ -362,7 +362,7 @@ class Mailbox:
 
     def __init__(self, communicator: CollectiveGroup) -> None:
         self._communicator = communicator
-        self._meetings: dict[tuple[int, int, Hashable], _Meeting] = {}
+        self._unmatched: dict[tuple[int, int, Hashable], _Unmatched] = {}
 
     def send(
         self, source: int, destination: int, tag: Hashable, size: int, payload: Any
@@ -395,22 +395,22 @@ class Mailbox:
         )
 
     def _post(
-        self, key: tuple[int, int, Hashable], add: Callable[[_Meeting], None]
+        self, key: tuple[int, int, Hashable], add: Callable[[_Unmatched], None]
     ) -> None:
         clock = self._communicator.clock
         clock.at(clock.current.time, partial(self._meet, key, add))
 
     def _meet(
-        self, key: tuple[int, int, Hashable], add: Callable[[_Meeting], None]
+        self, key: tuple[int, int, Hashable], add: Callable[[_Unmatched], None]
     ) -> None:
-        meeting = self._meetings.setdefault(key, _Meeting())
+        meeting = self._unmatched.setdefault(key, _Unmatched())
         add(meeting)
         if not (meeting.sends and meeting.receives):
             return
         size, payload, sent = meeting.sends.popleft()
         fill, received = meeting.receives.popleft()
         if not (meeting.sends or meeting.receives):
-            del self._meetings[key]
+            del self._unmatched[key]
         communicator = self._communicator
         clock = communicator.clock
 

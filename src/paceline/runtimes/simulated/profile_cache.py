@@ -302,7 +302,7 @@ MAX_AGE_SECONDS = 90 * 86400.0
 """Age in seconds from which files are removed, whenever one is written."""
 
 
-class _Held(msgspec.Struct, kw_only=True):
+class _CachedContent(msgspec.Struct, kw_only=True):
     """A cached file that is no workload file; *files* as in `_Measured`."""
 
     files: dict[str, str]
@@ -367,7 +367,7 @@ class CachedFile:
         *decode* makes values of types that msgspec cannot make.
         """
         try:
-            held = msgspec.json.decode(self.path.read_bytes(), type=_Held)
+            held = msgspec.json.decode(self.path.read_bytes(), type=_CachedContent)
             if not self.is_of(held.files):
                 return None
             return msgspec.convert(held.content, kind, dec_hook=decode)
@@ -377,7 +377,7 @@ class CachedFile:
     def keep(self, content: object, encode: Callable[[Any], Any] | None = None) -> None:
         """Cache data measured in this process. Raises `UsageError` if that is impossible."""
         plain = msgspec.to_builtins(content, enc_hook=encode)
-        held = _Held(files=self.modules(), content=plain)
+        held = _CachedContent(files=self.modules(), content=plain)
         self.write(lambda part: part.write_bytes(msgspec.json.encode(held)))
 
     def is_of(self, files: dict[str, str]) -> bool:
