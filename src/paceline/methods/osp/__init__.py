@@ -7,14 +7,14 @@ for, travels while the next step computes. Until its mean arrives a worker compu
 tentative step of its own gradient (LGP, local-gradient-based parameter correction); then the
 exact value takes that one's place, so no gradient is lost or applied twice.
 
-Deferred is what is ready last, and not, as in the paper, what is least important: importance
-(PGP), the sum of abs(parameter x mean gradient), decides among equals. The text of the paper
-could not be read beyond its abstract: ``docs/explanation/papers/osp.md`` says where a reconstruction had a choice.
+By default the gradients that are ready last are deferred. The paper defers the least important ones.
+Here importance (PGP), the sum of abs(parameter x mean gradient), only breaks ties. Only the abstract of
+the paper was available: ``docs/explanation/papers/osp.md`` lists the choices of this reconstruction.
 
 - `options`: the hyperparameters.
-- `worker`: what a worker does in both forms, and where each piece of the model lies; start here.
+- `worker`: the steps of a worker in both forms, and the layout of the model's pieces; start here.
 - `all_reduce`, `parameter_server`: the two forms: how gradients travel, and the server's half.
-- `deferral`: which pieces are deferred, and who decides it.
+- `deferral`: chooses the deferred pieces.
 - `measurement`: step times, the budget, and how they are reported.
 """
 
@@ -78,7 +78,7 @@ class OSP(OSPOptions):
     visible_gradient: ClassVar[GradientSeen] = "sent"
     coordinates: ClassVar[bool] = False
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)
-    """What else there is a row for in docs/reference/methods.md."""
+    """Further forms that docs/reference/methods.md lists in rows of their own."""
 
     collective: Literal[
         "parameter-server",

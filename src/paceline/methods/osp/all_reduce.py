@@ -1,13 +1,13 @@
 """OSP by all-reduce: both stages among workers that each hold the optimizer.
 
-Exact for every optimizer that can be applied piece by piece. A worker keeps the last exact values of
-deferred pieces, with the optimizer's state that belongs to them. The tentative step is a step of that
-optimizer whose result is discarded.
+This form is exact for every optimizer that can be applied piece by piece. A worker stores the last exact
+values of deferred pieces, with the optimizer's state that belongs to them. The tentative step is a step of
+that optimizer whose result is discarded.
 
-One worker decides for all which pieces are deferred: the first active one, which also computes the
-importance of each piece. All workers send it the ready times of their gradients, in one small all-reduce
-beside stage 2, so no worker waits for it. Every rank knows when that all-reduce is due: from the number of
-steps and the deferred pieces, which are the same everywhere.
+The first active worker decides which pieces are deferred, and computes the importance of each piece. All
+workers exchange the ready times of their gradients in one small all-reduce. It travels beside stage 2, so no
+worker waits for it. Every rank derives when it is due from the number of steps and the deferred pieces,
+which are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,42 +28,55 @@ from paceline.methods.osp.options import OSPOptions
 from paceline.methods.osp.worker import OSPWorker
 
 SECOND = "stage 2"
-"""The channel that stage 2 has for itself."""
+"""The name of the channel that only stage 2 uses."""
 
 COST_IN_UPDATES = 3.0
-"""Deferring costs a worker about so many updates of the same bytes: the tentative step, and
-keeping and restoring exact values."""
+"""Deferring costs a worker about this many updates of the same bytes.
+
+It takes the tentative step, and saves and restores exact values.
+"""
 
 TRIES = 5
-"""Of the smallest all-reduce; the first makes connections."""
+"""Measurements of the smallest all-reduce; the first one opens connections."""
 
 
 @dataclass
 class DeferredUpdate:
-    """The part of one step's update that travels in stage 2."""
+    """The part of one step's update that travels in stage 2.
 
-    numbers: list[int]  # of the pieces that took part in the step
-    means: list[torch.Tensor]  # once they were waited for
+    Attributes:
+        numbers: The deferred pieces that the backward pass used.
+        means: Their mean gradients; valid once the all-reduces were waited for.
+        how: The hyperparameters of the step.
+        exact: The exact values P(i), or P(i+1) once *applied*.
+        stamps: Versions of the pieces, which reveal writes by the script.
+        applied: Whether *exact* includes *means*.
+    """
+
+    numbers: list[int]
+    means: list[torch.Tensor]
     how: Hyperparameters
-    exact: list[torch.Tensor]  # P(i), and P(i+1) once these means are `applied`
+    exact: list[torch.Tensor]
     stamps: list[int]
     applied: bool = False
 
 
 class AllReduceWorker(OSPWorker[UpdatingRun]):
-    """A worker that averages both stages with the others, and holds the optimizer."""
+    """Averages the gradients of both stages by all-reduce, and applies the optimizer itself."""
 
     def __init__(self, run: UpdatingRun, options: OSPOptions) -> None:
-        """Collective."""
+        """Create the worker. All ranks must call this together, since it runs collectives."""
         total = sum(bucket.bytes for bucket in run.buckets)
         super().__init__(
             run, options, run.partition_optimizer(options.piece_bytes(total))
         )
         self._pending: list[Pending] = []
-        self._first: dict[int, torch.Tensor] = {}  # by piece, the means of stage 1
+        # The means of stage 1, by piece.
+        self._first: dict[int, torch.Tensor] = {}
         self._unused: set[int] = set()
-        self._weight = 1.0  # of this worker's gradients in the mean
-        # Of the last step, until the end of the next backward pass.
+        # The weight of this worker's gradients in the mean.
+        self._weight = 1.0
+        # The deferred update of the last step, until the end of the next step's backward pass.
         self._deferral: DeferredUpdate | None = None
 
         defers = options.defer != "nothing"
@@ -73,15 +86,18 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         if options.defer == "measured":
             self.timer.rate = Rate(_start_up(run), 0.0)
         self._round = 0
-        self._look: int | None = None  # the round of a decision out of turn
-        self._notes: torch.Tensor | None = None  # on their way
+        # The round of the extra decision in a trial.
+        self._look: int | None = None
+        # The decision and the ready times while their all-reduce is in flight.
+        self._notes: torch.Tensor | None = None
         self._agreed: StepTimes | None = None
         self._updates = deque[tuple[Any, Any, int]](maxlen=options.interval)
 
     def _send(self, bucket: Bucket) -> None:
         flat, parts = self.layout.message(bucket)
         self._first |= parts
-        if bucket.last and not parts:  # what all learn in a step travels with it
+        # The last bucket always travels, since it also carries the step's metadata.
+        if bucket.last and not parts:
             flat = bucket.buffer.new_zeros(1)
         if flat.numel():
             named = self.layout.by_name(parts)
@@ -91,7 +107,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         super().backward_ended()
         self._wait()
         self.timer.mark()
-        # Kept, since a forward pass before step() would make it the next batch's.
+        # Save the weight: a forward pass before step() would replace it by the next batch's.
         self._weight = self.run.weight
         self._unused = self.layout.unused()
 
@@ -111,8 +127,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         self.timer.step_begins()
 
     def parameters_replaced(self) -> None:
-        """Nothing to do: parameters with a part of their update under way are refused when
-        that arrives."""
+        """Do nothing: `after_update` refuses parameters that were replaced during stage 2."""
 
     def finish(self) -> None:
         source = self.run.participate_until_all_finish()
@@ -123,8 +138,11 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
             self.run.broadcast_model(source)
 
     def consolidate(self) -> Callable[[], None]:
-        """The parameters with all gradients in them that were sent; and the optimizer's
-        state that belongs to them."""
+        """Apply all gradients that were sent, so that parameters and optimizer state are exact.
+
+        Returns:
+            A function that restores the tentative values, with which training continues.
+        """
         deferral = self._deferral
         if deferral is None:
             return lambda: None
@@ -162,7 +180,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
             room = self.layout.memory(("exact", number), value.numel(), value)
             exact.append(room.view(value.shape).copy_(value))
         means = self._send_second()
-        # Its own gradient is the whole of this worker's share.
+        # The bucket holds the gradient times this worker's weight: divide to get its own gradient.
         self._step_tentatively(numbers, how, 1 / self._weight if self._weight else 0.0)
         mine = [means[number] for number in numbers]
         self._deferral = DeferredUpdate(
@@ -170,19 +188,19 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         )
 
     def _send_second(self) -> dict[int, torch.Tensor]:
-        """Start the mean of everything deferred; returns where each piece's will be. All
-        ranks send as much, used or not."""
+        """Start averaging all deferred pieces, used or not, and return each piece's result tensor."""
         means: dict[int, torch.Tensor] = {}
         for flat, parts in self.layout.late_messages():
             if not self.run.active:
-                flat.zero_()  # to keep the others company
+                # Shadow collective: a finished worker contributes zeros.
+                flat.zero_()
             means |= parts
             named = self.layout.by_name(parts)
             self._pending.append(self.run.mean(flat, channel=SECOND, parts=named))
         return means
 
     def _settle(self) -> None:
-        """Replace tentative values by exact ones: the averages of the deferred pieces have arrived."""
+        """Replace tentative values by exact ones, once the averages of deferred pieces have arrived."""
         deferral, self._deferral = self._deferral, None
         if deferral is None:
             return
@@ -210,20 +228,20 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
     def _stamps(self, numbers: Sequence[int]) -> list[int]:
         return self.updater.stamps(self.layout.some(numbers))
 
-    # ---- what is deferred ----
+    # ---- decisions ----
 
     def _ends_interval(self) -> bool:
         return self._round % self.options.interval == 0
 
     def _rate(self, numbers: Sequence[int], means: Sequence[torch.Tensor]) -> None:
-        """These mean gradients belong to the pieces as they are."""
+        """Rate the importance of these pieces by their current values and mean gradients."""
         if self._leads and self._ends_interval():
             values = self._values(numbers)
             for number, value, mean in zip(numbers, values, means, strict=True):
                 self._policy.importance.rate(number, value, mean)
 
     def _exchange(self) -> None:
-        """Adopt the decision of a step ago; decide, if that is due."""
+        """Adopt the decision of the last step, and start the next one if it is due."""
         if self._notes is not None:
             self._adopt(self._notes.tolist())
             self._notes = None
@@ -235,7 +253,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         chosen = [0.0] * len(self.layout.pieces)
         for number in self._decided(times) if self._leads else ():
             chosen[number] = 1.0
-        # As many as were delivered, on all ranks: buckets may have been made anew since.
+        # Buckets may have been rebuilt since. All ranks delivered the same number, so send that many.
         ready = [0.0] * (self.timer.delivered + 1)
         if times is not None:
             ready = [*times.ready, times.end]
@@ -245,26 +263,25 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         self._pending.append(self._channel.all_reduce(self._notes, "max"))
 
     def _adopt(self, notes: Sequence[float]) -> None:
-        """All ranks do so at the end of the same step, and with the same values."""
+        """Apply the leader's decision; all ranks do this after the same step with the same values."""
         count, began = len(self.layout.pieces), not self.layout.deferred
         self.layout.defer([n for n in range(count) if notes[n] > 0])
         self._look = None
         if self.layout.deferred:
             self.has_deferred = True
             if began and self.options.defer == "measured":
-                # The next step still waits for what its predecessor sent: it does not count.
+                # The next step does not count: it still waits for messages of the step before.
                 self._look = self._round + 1 + TRIAL_STEPS
         *ready, end = notes[count:]
         fits = len(ready) == len(self.run.buckets) and all(ready)
         self._agreed = StepTimes(ready, end) if fits else None
 
     def _decided(self, times: StepTimes | None) -> list[int]:
-        """The pieces to defer, as the first active rank decides: after a trial by its own *times*, else by the
-        common ones.
-        """
+        """Decide which pieces to defer: at the end of an interval by all ranks' times, else by own *times*."""
         deferred, agreed = self.layout.deferred, self._agreed
         if times is None and self.options.defer == "measured":
-            return deferred  # buckets have changed
+            # The buckets have changed, so their times are unknown.
+            return deferred
         ends = self._ends_interval()
         if ends and times and agreed and len(agreed.ready) == len(times.ready):
             times = agreed
@@ -275,7 +292,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         return self._policy.decide(parts, deferred, told, self._round, update)
 
     def _update_seconds(self) -> float:
-        """Seconds per byte that a tentative step takes."""
+        """Return the seconds per byte that deferring costs a worker."""
         costs = [
             self.run.stopwatch.seconds(start, [end])[0] / size
             for start, end, size in self._updates
@@ -285,7 +302,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
 
 
 def _start_up(run: UpdatingRun) -> float:
-    """Seconds that the smallest all-reduce takes. Collective."""
+    """Measure the seconds of the smallest all-reduce; all ranks must call this together."""
     times = []
     for _ in range(TRIES):
         one = torch.zeros(1, device=run.buckets[0].buffer.device)

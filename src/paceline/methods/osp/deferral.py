@@ -1,17 +1,17 @@
-"""Chooses the deferred pieces: those that a step waits for, as few as give the shortest step.
+"""Chooses the deferred pieces: the fewest that give the shortest step.
 
 The first layers' gradients are ready last, so a step waits for them, and deferring them shortens it.
 Gradients that are ready early hide behind backward: deferring them gains nothing.
 
 One worker decides every few steps (`all_reduce`), or each server for its part of the model
-(`parameter_server`), and sends the choice to the others. Workers that each decided by their own arithmetic
-and clock could disagree in a last bit, and wait for messages that never come.
+(`parameter_server`), and sends the decision to the others. If each worker decided from its own clock, two
+decisions could differ in a last bit. Workers would then wait for messages that never come.
 
-Predicted gains are compared with measured steps. If processors carry the messages, as between processes
-of one machine, nothing hides behind computing, and deferring makes steps longer. So the first interval
-with deferred pieces is a trial. It ends after `TRIAL_STEPS` steps if these are much longer, and with its
-interval if steps are no shorter. After a failed trial nothing is deferred for some decisions, and for twice
-as many each time.
+Predicted gains are compared with measured steps. Between processes of one machine, processors carry the
+messages: communication cannot overlap with computation, and deferring makes steps longer. So the first
+interval with deferred pieces is a trial. It fails after `TRIAL_STEPS` steps if these are much longer, and at
+the end of its interval if steps are no shorter. After a failed trial no piece is deferred for `PATIENCE`
+decisions. Each further failure doubles that number.
 """
 
 from __future__ import annotations
@@ -32,23 +32,34 @@ from paceline.methods.osp.measurement import (
 from paceline.methods.osp.options import OSPOptions
 
 WORTHWHILE = 0.02
-"""Deferring must shorten a step by this part of it."""
+"""Deferring must shorten a step by at least this fraction."""
 
 MUCH_LONGER = 1.1
-"""A trial fails at once if the median of `TRIAL_STEPS` steps is longer by this factor. Where one
-step in three is off by a tenth, that median is off by a twentieth: a tenth is seldom chance."""
+"""A trial fails early if the median of `TRIAL_STEPS` steps is longer by this factor.
+
+Where one step in three is off by a tenth, that median is off by a twentieth. A tenth is seldom chance.
+"""
 
 OTHER_NETWORK = 2.0
-"""Steps over a network that is faster or slower by this factor cannot be compared."""
+"""Step times are not compared if the network became faster or slower by this factor."""
 
 PATIENCE = 10
-"""Decisions for which nothing is deferred after the first trial that fails."""
+"""Decisions without deferred pieces after the first failed trial."""
 
 
 def largest_bucket_first(parts: ModelPieces, order: Sequence[int]) -> list[int]:
-    """Pieces of the bucket that is then the largest first, in *order* among themselves. Where
-    a bucket is pulled when it has been pushed, a step that only communicates waits for the
-    largest one twice."""
+    """Order pieces so that each comes from the bucket that is then the largest.
+
+    A bucket is pulled after it has been pushed. So a step that only communicates waits for the largest bucket
+    twice.
+
+    Args:
+        parts: Sizes and buckets of the pieces.
+        order: All pieces; keeps its order among the pieces of one bucket.
+
+    Returns:
+        The numbers of all pieces.
+    """
     left, turn = parts.left(()), list[int]()
     waiting: list[list[int]] = [[] for _ in left]
     for piece in reversed(order):
@@ -68,17 +79,27 @@ def choose_deferred(
     budget: float,
     update_seconds_per_byte: float = 0.0,
 ) -> list[int]:
-    """The pieces to defer, at most *budget* bytes, in the first of *orders* unless another
-    makes steps shorter.
+    """Choose the pieces to defer, which shorten the predicted step most.
 
-    What backward hides is not deferred. Nothing is where that would not pay: a deferred byte
-    costs a worker *update_seconds_per_byte* for its tentative step.
+    Messages that backward hides are not deferred.
+
+    Args:
+        parts: Sizes and buckets of the pieces.
+        orders: Orders in which to defer pieces. The first is taken unless another makes steps shorter.
+        times: When gradients are ready, and when computation ends, in seconds.
+        rate: Cost of messages on the network.
+        budget: The most bytes to defer.
+        update_seconds_per_byte: Cost of the tentative step for each deferred byte.
+
+    Returns:
+        The pieces' numbers, sorted. Empty if deferring shortens the step by less than `WORTHWHILE`.
     """
     plain = step_seconds(times, 0.0, parts.left(()), rate)
     if plain <= times.end * (1 + WORTHWHILE):
         return []
     if rate.per_byte > 0:
-        budget = min(budget, times.end / rate.per_byte)  # what one computation covers
+        # Stage 2 has to end within the computation of one step.
+        budget = min(budget, times.end / rate.per_byte)
     takes, chosen = math.inf, list[int]()
     for order in orders:
         kept = _least(parts, order, times, rate, budget)
@@ -97,7 +118,7 @@ def _least(
     rate: Rate,
     budget: float,
 ) -> list[int]:
-    """Of what fits into *budget*, no more than it takes for steps as short."""
+    """Return the fewest pieces within *budget* that keep the step as short as all that fit."""
     deferred = fill_budget(parts, order, budget)
     left, size = parts.left(deferred), parts.total(deferred)
     enough = step_seconds(times, size, left, rate) * (1 + VISIBLE / 2)
@@ -114,8 +135,10 @@ def _least(
 
 
 def fill_budget(parts: ModelPieces, order: Sequence[int], budget: float) -> list[int]:
-    """The first pieces of *order* that fit into *budget* bytes; one that does not is
-    skipped, and smaller ones behind it are taken."""
+    """Return the first pieces of *order* that fit into *budget* bytes.
+
+    A piece that does not fit is skipped, and smaller ones after it are still taken.
+    """
     taken = []
     for piece in order:
         if parts.sizes[piece] <= budget:
@@ -128,17 +151,22 @@ def fill_budget(parts: ModelPieces, order: Sequence[int], budget: float) -> list
 
 
 def reports_trial(step: int, interval: int) -> bool:
-    """Over servers: whether workers report in *step* how a trial goes. What was decided after
-    step i is deferred from step i + 2 on. Step i + 2 still waits for what its predecessor
-    sent, so steps i + 3 to i + 2 + `TRIAL_STEPS` count, and the one after them reports."""
+    """Return whether workers report the step times of a trial to the servers in *step*.
+
+    A decision after step i takes effect in step i + 2, which still waits for the messages of step i + 1. So
+    steps i + 3 to i + 2 + `TRIAL_STEPS` count, and the step after them reports.
+    """
     return step % interval == TRIAL_STEPS + 3
 
 
 class StepSummary(NamedTuple):
-    """The steps since the deferred pieces last changed, of all workers that reported.
+    """Summarizes the steps since the deferred pieces last changed, over all workers that reported.
 
-    *times*: None if they are unknown, or not of the same buckets. *rate*: of the network.
-    *whole*: seconds of a step; 0 with fewer than `TRIAL_STEPS` steps. *workers*: the active ones.
+    Attributes:
+        times: Ready times of the buckets; None if they are unknown, or workers have different buckets.
+        rate: Cost of messages on the network.
+        whole: Seconds of a step; 0 with fewer than `TRIAL_STEPS` steps.
+        workers: The active workers.
     """
 
     times: StepTimes | None
@@ -148,9 +176,9 @@ class StepSummary(NamedTuple):
 
 
 class Trial:
-    """Judges whether deferring pays.
+    """Judges from measured steps whether deferring shortens them.
 
-    It remembers how long steps take with nothing deferred, and how trials have ended.
+    It stores the step time without deferred pieces, and the outcome of earlier trials.
     """
 
     def __init__(self) -> None:
@@ -159,8 +187,15 @@ class Trial:
         self._rest, self._patience = 0, PATIENCE
 
     def rests(self, deferring: bool, seen: StepSummary) -> bool:
-        """Whether nothing is to be deferred in the next interval, as *seen* in the last one:
-        because deferring does not pay, or because these workers' steps without are unknown."""
+        """Return whether the next interval must run without deferred pieces.
+
+        That is so after a failed trial, and while the step time of these workers without deferred pieces is
+        unknown.
+
+        Args:
+            deferring: Whether pieces were deferred in the last interval.
+            seen: The steps of the last interval.
+        """
         self._began = not deferring
         if not deferring:
             self._plain = seen if seen.whole > 0 else self._plain
@@ -172,19 +207,19 @@ class Trial:
         return longer and self._fails(self._plain, seen)
 
     def stops_early(self, deferring: bool, seen: StepSummary) -> bool:
-        """Whether a trial ends after `TRIAL_STEPS` steps: they are much longer than without."""
+        """Return whether a trial ends after `TRIAL_STEPS` steps, since they are `MUCH_LONGER`."""
         plain = self._plain
         if not deferring or not self._began or plain is None:
             return False
         if plain.workers != seen.workers or seen.whole <= plain.whole * MUCH_LONGER:
             return False
-        # A network that seems to be another may be, or the processors are busy: that stops the
-        # trial, too, but the next interval shows it, and is no rest.
+        # The network may have changed, or the processors are busy. Both stop the trial. If the
+        # network seems to have changed, the next interval measures it and does not count as a rest.
         self._fails(plain, seen)
         return True
 
     def _fails(self, plain: StepSummary, seen: StepSummary) -> bool:
-        """Rest, unless the network is another one than that of the steps without."""
+        """Start a rest, unless the network has changed since the steps without deferred pieces."""
         before, now = plain.rate.per_byte, seen.rate.per_byte
         fails = before / OTHER_NETWORK < now < before * OTHER_NETWORK
         if fails:
@@ -193,9 +228,10 @@ class Trial:
 
 
 class DeferralPolicy:
-    """Decides which pieces are deferred.
+    """Decides which pieces are deferred, from measurements, importance and earlier trials.
 
-    It remembers how important pieces are, and how trials ended. *pulls*: see `Rate`.
+    Attributes:
+        importance: The ratings of the pieces.
     """
 
     def __init__(self, options: OSPOptions, pulls: bool) -> None:
@@ -210,9 +246,20 @@ class DeferralPolicy:
         step: int,
         update: float = 0.0,
     ) -> list[int]:
-        """The pieces to defer from now on, of those in *parts*; *deferred* was until now.
-        *told*: what each worker has measured. *update*: seconds per byte of a tentative step.
-        A *step* that ends no interval looks at a trial."""
+        """Decide which pieces to defer from now on.
+
+        A *step* inside an interval only checks whether a trial has to end early.
+
+        Args:
+            parts: Sizes and buckets of the pieces.
+            deferred: The pieces deferred until now.
+            told: The measurements of each worker, by its rank.
+            step: The number of the step.
+            update: Seconds per byte of a tentative step.
+
+        Returns:
+            The pieces' numbers, sorted.
+        """
         options, seen = self._options, self._summary(parts, told)
         if step % options.interval:
             return [] if self._trial.stops_early(bool(deferred), seen) else deferred
@@ -230,7 +277,7 @@ class DeferralPolicy:
         return choose_deferred(parts, orders, seen.times, seen.rate, budget, update)
 
     def order(self, parts: ModelPieces, step: int) -> list[int]:
-        """In which order pieces are deferred. Without overlap all are ready together."""
+        """Return the order in which pieces are deferred; without overlap, by importance only."""
         order = self.importance.order(len(parts.sizes), seed=step)
         if self._options.order == "time" and self._options.overlap:
             order.sort(key=lambda piece: -parts.buckets[piece])  # stable
@@ -239,8 +286,7 @@ class DeferralPolicy:
     def _summary(
         self, parts: ModelPieces, told: Mapping[int, WorkerReport]
     ) -> StepSummary:
-        """A step is as long as the slowest worker's. Who decides for a part of the model has
-        that part of a bucket's messages, so that a byte of its own costs more."""
+        """Summarize reports: the slowest worker sets the step time, and a server's share scales the rate."""
         reports = list(told.values())
         times = None
         if reports[0].ready and len({len(one.ready) for one in reports}) == 1:

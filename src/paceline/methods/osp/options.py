@@ -1,4 +1,4 @@
-"""OSP's hyperparameters, and the two rules that comparisons replace."""
+"""OSP's hyperparameters, and its two replaceable rules: importance and local correction."""
 
 from __future__ import annotations
 
@@ -13,31 +13,51 @@ from paceline.interfaces import Hyperparameters, PartialOptimizer, Piece
 
 LEAST_PIECES = 16
 SMALLEST_BYTES = 64 * 1024
-"""Smaller pieces are made only if *chunk* says so."""
+"""Pieces are at least this large, unless *chunk* is smaller."""
 
 
 class Importance:
-    """PGP: sum of abs(parameter x mean gradient), by how much the loss would change without
-    a piece. *values*: of each piece, as of when it was rated last."""
+    """Rates pieces by PGP, the sum of abs(parameter x mean gradient).
+
+    PGP estimates how much the loss would change without a piece.
+
+    Attributes:
+        values: The last rating of each piece, by its number.
+    """
 
     def __init__(self) -> None:
         self.values: dict[int, float] = {}
 
     def rate(self, piece: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The mean *gradient* belongs to the *parameter* as it is."""
+        """Rate a piece by its parameter and mean gradient.
+
+        Args:
+            piece: The piece's number.
+            parameter: The values for which *gradient* was computed.
+            gradient: The mean gradient, with as many elements as *parameter*.
+        """
         products = parameter.detach().reshape(-1) * gradient.reshape(-1)
         self.values[piece] = float(torch.linalg.vector_norm(products, 1))
 
     def order(self, count: int, seed: int) -> list[int]:
-        """Pieces 0 to *count* - 1: the least important first, equal ones by their number.
-        *seed* is for orders that are drawn."""
+        """Sort the pieces 0 to *count* - 1 by importance, the least important first.
+
+        Args:
+            count: Number of pieces.
+            seed: Seed for subclasses that draw a random order; not used here.
+
+        Returns:
+            The numbers of all pieces. Pieces of equal importance are in the order of their numbers.
+        """
         return sorted(range(count), key=lambda one: (self.values.get(one, 0.0), one))
 
 
 class LocalStep:
-    """LGP: while the means of some pieces are under way, a worker computes with a step of the
-    optimizer with its own gradient: p(i+1) = P(i) - eta g_k(i) under plain SGD. The
-    optimizer's state learns nothing of it."""
+    """Corrects deferred pieces locally (LGP) until their averages arrive.
+
+    The worker computes with a tentative step of the optimizer, taken with its own gradient: under plain SGD,
+    p(i+1) = P(i) - eta g_k(i). The tentative step does not change the optimizer's state.
+    """
 
     def values(
         self,
@@ -46,15 +66,25 @@ class LocalStep:
         own: Sequence[torch.Tensor],
         how: Hyperparameters,
     ) -> list[torch.Tensor]:
-        """What to compute with. The *pieces* hold the exact values P(i)."""
+        """Return the tentative values of *pieces*.
+
+        Args:
+            updater: The optimizer of the pieces.
+            pieces: Pieces that hold their exact values P(i).
+            own: This worker's own gradient of each piece.
+            how: The hyperparameters of the step.
+        """
         return updater.apply(pieces, own, how, commit=False)
 
     def arrived(self, pieces: Sequence[Piece], means: Sequence[torch.Tensor]) -> None:
-        """These were the mean gradients. Under ``collective=native`` only."""
+        """Receive the mean gradients of *pieces*, before they are applied.
+
+        Called only if the collective is not ``parameter-server``.
+        """
 
 
 EPOCHS = 10
-"""The loss is averaged over this part of the ramp."""
+"""The loss is averaged over one part in this many of the ramp."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,16 +119,18 @@ class OSPOptions:
     """Steps from one decision to the next."""
     importance_class: ClassVar[type[Importance]] = Importance
     correction_class: ClassVar[type[LocalStep]] = LocalStep
-    """Comparisons take others: ``benchmarks/papers/osp_comparisons.py``."""
+    """``benchmarks/papers/osp_comparisons.py`` replaces both classes."""
 
     def piece_bytes(self, total: int) -> int:
-        """The most that a piece has, of a model of *total* bytes."""
+        """Return the largest size of a piece in bytes, for a model of *total* bytes."""
         return min(self.chunk, max(SMALLEST_BYTES, total // LEAST_PIECES))
 
     @property
     def learns_for(self) -> int:
-        """Steps until it defers what it will: the budget is whole, or what it follows has been seen to
-        fall, and two decisions were made."""
+        """Steps until the steady state.
+
+        By then the budget is whole, or the loss that it follows was averaged twice. Two decisions follow.
+        """
         seen = {"constant": 0, "linear": self.ramp, "loss": 2 * (self.ramp // EPOCHS)}
         return seen[self.budget] + 2 * self.interval
 

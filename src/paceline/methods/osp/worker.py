@@ -1,4 +1,4 @@
-"""A worker of OSP in both forms: its pieces, its messages, and its tentative step.
+"""The worker that both forms of OSP share: its pieces, messages and tentative step.
 
 `all_reduce` and `parameter_server` define how gradients travel.
 """
@@ -26,7 +26,7 @@ AnyRun = TypeVar("AnyRun", bound=Run)
 
 
 class OSPWorker(Generic[AnyRun]):
-    """The steps of both forms. The deferred pieces are ``layout.deferred``."""
+    """Runs the steps that both forms share. ``layout.deferred`` holds the deferred pieces."""
 
     def __init__(
         self, run: AnyRun, options: OSPOptions, updater: PartialOptimizer
@@ -35,7 +35,8 @@ class OSPWorker(Generic[AnyRun]):
         self.layout = PieceLayout(run.buckets, updater)
         self.timer = StepTimer(options, run)
         self.correction = options.correction_class()
-        self.steps = 0  # without those that only kept the others company
+        # Steps with a batch of its own; shadow collectives do not count.
+        self.steps = 0
         self.has_deferred = False
 
     def _send(self, bucket: Bucket) -> None:
@@ -59,8 +60,7 @@ class OSPWorker(Generic[AnyRun]):
     def _step_tentatively(
         self, numbers: Sequence[int], how: Hyperparameters, scale: float = 1.0
     ) -> None:
-        """Guess the next values of these pieces, which hold their exact ones. Buckets hold the
-        own gradient, or, where it is to be *scaled*, this worker's share of the mean."""
+        """Replace the exact values of these pieces by tentative ones, with own gradients times *scale*."""
         if self.options.correction == "none" or not numbers:
             return
         own = [self.layout.gradient(number) for number in numbers]
@@ -71,20 +71,20 @@ class OSPWorker(Generic[AnyRun]):
         self._write(numbers, self.correction.values(self.updater, pieces, own, how))
 
     def _values(self, numbers: Iterable[int]) -> list[torch.Tensor]:
-        """Views of these pieces in the model."""
+        """Return views of these pieces in the model."""
         return self.updater.values(self.layout.some(numbers))
 
     def _copies(self, numbers: Iterable[int]) -> list[torch.Tensor]:
-        """Copies of these pieces as the model has them."""
+        """Return copies of these pieces' current values."""
         return [value.clone() for value in self._values(numbers)]
 
     def _write(self, numbers: Iterable[int], values: Iterable[torch.Tensor]) -> None:
-        """Put *values* of these pieces, flat or of their shapes, into the model."""
+        """Write *values* of these pieces, flat or in their shapes, into the model."""
         for into, value in zip(self._values(numbers), values, strict=True):
             into.copy_(value.view(into.shape))
 
     def metrics(self) -> dict[str, float]:
-        """*budget*: the part of the model that may be deferred; *deferred*: the part that is."""
+        """Return the fractions of the model that may be deferred (``budget``) and are (``deferred``)."""
         parts = self.layout.parts()
         whole = max(1, sum(parts.sizes))
         return {
@@ -93,25 +93,29 @@ class OSPWorker(Generic[AnyRun]):
         }
 
     def _explain(self) -> None:
-        """The training is over: say why nothing was deferred in it, if nothing was."""
+        """At the end of training, report why no piece was ever deferred, if none was."""
         why = self.timer.why_nothing(self.steps)
         if why is not None and not self.has_deferred:
             self.run.report(why)
 
 
 class Message(NamedTuple):
-    """Some pieces' gradients, one after the other in *flat*; *parts*: each one's, by its
-    number, as `PieceLayout.gradient` gives it."""
+    """The gradients of some pieces in one flat tensor.
+
+    Attributes:
+        flat: The gradients, one after the other.
+        parts: Each piece's view of *flat* by its number, shaped as in `PieceLayout.gradient`.
+    """
 
     flat: torch.Tensor
     parts: dict[int, torch.Tensor]
 
 
 class PieceLayout:
-    """The pieces of the optimizer's parameters, numbered alike on every rank.
+    """Maps the pieces of the optimizer's parameters to buckets, with the same numbers on every rank.
 
-    The *deferred* ones are equal on all ranks, and constant within a step. Parameters that the optimizer does
-    not have are not sent.
+    The *deferred* pieces are the same on all ranks, and constant within a step. Parameters that the optimizer
+    does not have are not sent.
     """
 
     def __init__(self, buckets: Sequence[Bucket], updater: PartialOptimizer) -> None:
@@ -119,8 +123,10 @@ class PieceLayout:
         self.pieces = sorted(piece for p in owners for piece in updater.pieces_of(p))
         self._lengths = [piece.stop - piece.start for piece in self.pieces]
         self.deferred: list[int] = []
-        self.changes = 0  # how often buckets, or what is deferred, have changed
-        self.inside: list[list[int]] = []  # per bucket, in the order of its buffer
+        # Counts changes of the buckets and of the deferred pieces.
+        self.changes = 0
+        # The pieces of each bucket, in the order of its buffer.
+        self.inside: list[list[int]] = []
         # Per piece: its bucket, the number of its parameter there, and where it begins.
         self._members: dict[int, tuple[Bucket, int, int]] = {}
         self._updater = updater
@@ -132,7 +138,7 @@ class PieceLayout:
             self.sizes.append(wire_bytes(owner) * length // owner.numel())
 
     def follow(self, buckets: Sequence[Bucket]) -> None:
-        """The planner has made new *buckets*."""
+        """Map the pieces to the planner's new *buckets*."""
         self.changes += 1
         self.inside = [[] for _ in buckets]
         numbers = {piece: number for number, piece in enumerate(self.pieces)}
@@ -152,17 +158,19 @@ class PieceLayout:
             self.changes += 1
 
     def some(self, numbers: Iterable[int]) -> list[Piece]:
-        """The pieces of these numbers."""
+        """Return the pieces with these numbers."""
         return [self.pieces[number] for number in numbers]
 
     def parts(self) -> ModelPieces:
-        """The pieces' sizes and buckets, for decisions."""
+        """Return the pieces' sizes and buckets, for decisions."""
         buckets = [self._members[n][0].index for n in range(len(self.pieces))]
         return ModelPieces(self.sizes, buckets, len(self.inside))
 
     def gradient(self, number: int) -> torch.Tensor:
-        """This worker's own gradient of a piece: a flat part of its bucket; or with the
-        parameter's shape, where the elements of that lie in another order than its indices."""
+        """Return this worker's own gradient of a piece, as a view of its bucket.
+
+        It is flat if the parameter is contiguous. Otherwise it has the parameter's shape.
+        """
         return self._shaped(number, self._flat(number))
 
     def _flat(self, number: int) -> torch.Tensor:
@@ -176,13 +184,15 @@ class PieceLayout:
         return view_in_bucket(flat, bucket.parameters[member])
 
     def name_of(self, number: int) -> str:
-        """The model's name of the parameter that a piece is of."""
+        """Return the name of a piece's parameter in the model."""
         bucket, member, _ = self._members[number]
         return bucket.names[member]
 
     def by_name(self, parts: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What a compressor keeps of pieces is kept under these names: a whole parameter's has its
-        shape; a part of a matrix is a row."""
+        """Name the gradients of pieces, for a compressor's error feedback.
+
+        A whole parameter has its own shape. A part of a matrix is one row.
+        """
         named = {}
         for number, part in parts.items():
             piece, owner = self.pieces[number], self._owner(number)
@@ -195,12 +205,12 @@ class PieceLayout:
         return named
 
     def unused(self) -> set[int]:
-        """The pieces of parameters that took no part in the last backward pass."""
+        """Return the pieces of parameters that the last backward pass did not use."""
         members = self._members.items()
         return {number for number, (bucket, m, _) in members if not bucket.used[m]}
 
     def message(self, bucket: Bucket) -> Message:
-        """The pieces of a bucket that are not deferred: a copy, unless that is all of it."""
+        """Return the pieces of a bucket that are not deferred: a copy, unless they fill the bucket."""
         late, whole = set(self.deferred), bucket.buffer
         numbers = [n for n in self.inside[bucket.index] if n not in late]
         if sum(self._lengths[n] for n in numbers) == whole.numel():
@@ -208,7 +218,7 @@ class PieceLayout:
         return self._joined(numbers, bucket.index, whole)
 
     def late_messages(self) -> list[Message]:
-        """All that is deferred: a copy for each kind of tensor."""
+        """Return copies of all deferred gradients, one message for each kind of tensor."""
         kinds: dict[Hashable, list[int]] = {}
         for number in self.deferred:
             kinds.setdefault(kind_of(self._owner(number)), []).append(number)
@@ -218,8 +228,10 @@ class PieceLayout:
         ]
 
     def memory(self, key: Hashable, size: int, like: torch.Tensor) -> torch.Tensor:
-        """Flat memory for *size* elements of the kind of *like*. A *key* gets the same memory
-        again: new pages cost more than a copy."""
+        """Return flat memory for *size* elements of the kind of *like*.
+
+        The same *key* gets the same memory again, since new pages cost more than a copy.
+        """
         kept = self._memory.get(key)
         if kept is None or kept.numel() < size or kind_of(kept) != kind_of(like):
             kept = self._memory[key] = like.new_empty(size)
