@@ -232,7 +232,7 @@ class SwitchML(InNetworkAllReduce):
             "the switch's rack"
         ),
         limits=(
-            "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
+            "Aggregators add up float32, complex64 and int32. Other types, and max reductions, use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
                 "switch they would take 4 bytes per number. A message reports the first such buffer."
@@ -269,7 +269,7 @@ class Rina(InNetworkAllReduce):
             "and high latency"
         ),
         limits=(
-            "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
+            "Aggregators add up float32, complex64 and int32. Other types, and max reductions, use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
                 "switch they would take 4 bytes per number. A message reports the first such buffer."
@@ -300,7 +300,7 @@ class ATP(InNetworkAllReduce):
         ),
         good_for="clusters in which all switches have an aggregator",
         limits=(
-            "Aggregators add up float32, complex64 and int32. Other types and maxima use the ring.",
+            "Aggregators add up float32, complex64 and int32. Other types, and max reductions, use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
                 "switch they would take 4 bytes per number. A message reports the first such buffer."
