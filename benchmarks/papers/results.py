@@ -374,7 +374,8 @@ def page(papers: Iterable[Paper]) -> str:
     for paper in papers:
         results = Results(paper.path, measures=False)
         text += (
-            f"\n## {paper.title}\n\nClaims: {paper.source}. Ours: `{paper.command()}`. "
+            f"\n## {paper.title}\n\nSource of the claims: {paper.source}. "
+            f"Command of our figures: `{paper.command()}`. "
         )
         text += f"More: [{Path(paper.page).name}](../{paper.page}).\n\n"
         text += table(claims_table(paper, results)) + "\n"
