@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.chaos.cases import Case, Fault, draw
+from tests.chaos.cases import EMULATED, Case, Fault, draw
 from tests.chaos.invariants import violations
-from tests.chaos.trial import END_SECONDS, Trial
+from tests.chaos.trial import END_SECONDS, Trial, disk
 
 
 @dataclass
@@ -41,19 +42,25 @@ def run_seed(seed: int) -> Outcome:
 def run(case: Case, end_seconds: float = END_SECONDS) -> Outcome:
     """Run the job of a case with its faults. If it ends badly, go on from its checkpoint or snapshot."""
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name:
+    needs_root = case.launcher == EMULATED or any(f.kind == "FULL" for f in case.faults)
+    if needs_root and os.geteuid() != 0:
+        return Outcome(f"{case} -> not run: it needs root", ["not run: it needs root"])
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos-") as name,
+        disk(case, Path(name)),
+    ):
         trial = Trial(case, Path(name))
         try:
             for fault in case.faults:
                 trial.inject(fault)
             found = trial.wait(end_seconds)
         finally:
-            trial.job.stop()
+            trial.end()
         found = found or violations(trial)
         if not found and trial.job.status != 0 and case.restarts:
             found = _go_on(trial, end_seconds)
     seconds = time.monotonic() - began
-    landed = [f"fault: {f.signal} to {f.target.split()[0]}" for f in trial.landed]
+    landed = [f"fault: {f.kind} to {f.target.split()[0]}" for f in trial.landed]
     launcher = "paceline run --survive" if case.survive else case.launcher
     return Outcome(
         f"{case} -> status {trial.job.status}, {len(landed)} landed, {seconds:.0f} s",
@@ -70,11 +77,12 @@ def _go_on(ended: Trial, end_seconds: float) -> list[str]:
     for file in ended.folder.glob("result-*"):
         file.unlink()
     options = ("--resume",) if ended.case.survive else ()
-    trial = Trial(ended.case, ended.folder, "again", options)
+    calm = replace(ended.case, faults=())
+    trial = Trial(calm, ended.folder, "again", options)
     try:
         found = trial.wait(end_seconds)
     finally:
-        trial.job.stop()
+        trial.end()
     if not found and trial.job.status != 0:
         found = [f"status {trial.job.status}"]
     # The ledger knows that the first job's processes have died.

@@ -1,7 +1,7 @@
 """What a seed stands for: a job and its faults, the same on every machine.
 
-Whether a method accepts the drawn keys is found in the simulator, and so is whether it applies each gradient
-exactly once.
+The simulator trains each drawn job first. It tells whether the method accepts the drawn keys, whether it applies each
+gradient exactly once, and the final model where that does not depend on time.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import contextlib
 import functools
 import io
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
 import paceline
-from paceline.cluster import uniform_cluster
+from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import PacelineError, UsageError
 from paceline.methods import METHODS, check_survives, make
 from paceline.run_options import RunOptions
@@ -54,7 +54,7 @@ ROWS = dict.fromkeys(METHODS, MethodRow()) | {
     "post-local-sgd": MethodRow("sync_every=4,sync_each_step_until=8"),
     "slowmo": MethodRow("sync_every=5"),
     "sparse-loco": MethodRow("sync_every=5"),
-    "streaming-diloco": MethodRow("sync_every=8,delay=1"),
+    "streaming-diloco": MethodRow("sync_every=8,delay=1,fragments=2"),
     "sync-switch": MethodRow("bsp_steps=10", mean_steps=10),
 }
 
@@ -65,31 +65,39 @@ COMPRESSIONS = (
     *(f"{name},compression.small=0" for name in ("top-k", "gd-top-k", "powersgd")),
 )
 COLLECTIVES = ("", "", "", "ring", "halving-doubling", "hierarchical", "native")
+IN_NETWORK = ("rina", "switchml", "atp")
+"""Collectives of emulated jobs, too: each rack has an aggregator."""
 SERVERS = ("", "", "", "2", "per-node")
-LAUNCHERS = ("paceline run", "paceline run", "torchrun")
+EMULATED = "paceline emulate"
+LAUNCHERS = ("paceline run", "paceline run", "torchrun", EMULATED)
 SIGNALS = ("KILL", "KILL", "KILL", "TERM", "INT", "STOP")
+HARMLESS = {"STOP", "CUT"}
+"""Faults that pass: the job completes."""
 OPTIONS = {"compression", "collective", "servers"}
 """Keys of a spec that are not the method's own."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal to one process of a job."""
+    """One fault of a job."""
 
-    signal: str
-    """Without ``SIG``. A process that gets ``STOP`` gets ``CONT`` after `pause`."""
+    kind: str
+    """A signal to a process, without ``SIG``: one that gets ``STOP`` gets ``CONT`` after `pause`. ``FILES``: the process
+    can open no further file for so long. ``CUT``: a link drops all messages for so long. ``FULL``: the disk of
+    checkpoints and snapshots is full for so long. ``CLOSE``: nobody reads the job's output any more."""
     target: str
-    """``worker N``, ``launcher`` or ``service``: a server, a group server or an aggregator."""
+    """``worker N``, ``launcher``, or ``service N``: of servers, group servers, aggregators and the keeper of an emulated
+    network, one. A cut has a link of the cluster file; ``disk`` and ``stdout`` are the job's."""
     anchor: str
     """``start`` of the job, or ``step N``: when the first worker has done step N."""
     delay: float
-    """Seconds from the anchor to the signal."""
+    """Seconds from the anchor to the fault."""
     pause: float = 0.0
-    """Seconds for which a process is stopped."""
+    """Seconds that a passing fault lasts."""
 
     def __str__(self) -> str:
-        pause = f" for {self.pause:.1f} s" if self.signal == "STOP" else ""
-        return f"{self.signal}{pause} to {self.target} {self.delay:.2f} s after {self.anchor}"
+        pause = f" for {self.pause:.1f} s" if self.pause else ""
+        return f"{self.kind}{pause} to {self.target} {self.delay:.2f} s after {self.anchor}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +112,8 @@ class Case:
     save_every: int = 0
     """Steps from one checkpoint to the next; 0: it has none."""
     faults: tuple[Fault, ...] = ()
+    racks: int = 0
+    """Of an emulated network, each with an aggregator."""
     defect: str = ""
     """Of a control: what its script does wrong (`broken_job`)."""
 
@@ -124,37 +134,99 @@ class Case:
         return ROWS[self.method].mean_steps
 
     @property
+    def cluster(self) -> str:
+        """The cluster file of an emulated network: its racks, and the cuts of its links."""
+        rack = CLUSTER_RACK.format(workers=self.workers // max(1, self.racks))
+        cuts = [
+            CUT.format(link=cut.target, at=cut.delay, end=cut.delay + cut.pause)
+            for cut in self.faults
+            if cut.kind == "CUT"
+        ]
+        return "\n".join([rack] * self.racks + cuts)
+
+    @property
     def restarts(self) -> bool:
         """Whether the job can go on after a bad end: from a checkpoint or a snapshot."""
         return self.survive or self.save_every > 0
 
 
+CLUSTER_RACK = """[[rack]]
+workers = {workers}
+link = "1 Gbit/s"
+latency = "0 us"
+uplink = "1 Gbit/s"
+aggregates = true
+"""
+CUT = """[[rule]]
+at = "{at:.3f} s"
+cut = "{link}"
+
+[[rule]]
+at = "{end:.3f} s"
+repair = "{link}"
+"""
+
+
+def applies_each_gradient_once(case: Case) -> bool | None:
+    """Whether the method does. None: paceline refuses this training."""
+    if (results := simulated(case, SIMULATED_STEPS)) is None:
+        return None
+    expected = torch.zeros_like(results[0])
+    expected[:, : case.workers] = -float(SIMULATED_STEPS)
+    return all(torch.equal(result, expected) for result in results)
+
+
+def final_model(case: Case) -> torch.Tensor | None:
+    """The model of each job of this case that completes; None where it depends on time or on random numbers."""
+    by_time = METHODS[case.method].consistency in ("asynchronous", "delayed")
+    if by_time and not applies_each_gradient_once(case):
+        return None
+    fast, slow = simulated(case, STEPS), simulated(case, STEPS, slow=True)
+    if fast is None or slow is None:
+        return None
+    same = all(torch.equal(fast[0], other) for other in [*fast, *slow])
+    return fast[0] if same else None
+
+
+def simulated(
+    case: Case, steps: int, *, slow: bool = False
+) -> list[torch.Tensor] | None:
+    """Each worker's model after the job without faults; None: paceline refuses this training."""
+    return _simulated(case.spec, case.workers, case.racks, steps, slow)
+
+
 @functools.cache
-def applies_each_gradient_once(spec: str, workers: int) -> bool | None:
-    """Simulate the job without faults. None: paceline refuses this training."""
+def _simulated(
+    spec: str, workers: int, racks: int, steps: int, slow: bool
+) -> list[torch.Tensor] | None:
     results: list[torch.Tensor] = []
 
     def train(rank: int) -> None:
         model = Counting(workers)
         plain = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = paceline.distribute(model, plain, buckets="wfbp", method=spec)
-        for _ in range(SIMULATED_STEPS):
+        for _ in range(steps):
             optimizer.zero_grad()
             model(rank).backward()
             optimizer.step()
         optimizer.finish()
         results.append(counted(model))
 
-    cluster = uniform_cluster(workers, "1gbit", "50us")
-    simulation = Simulation(cluster, options=RunOptions(seed=0))
+    if racks:
+        cluster = parse_cluster(Case(0, spec, workers, racks=racks).cluster)
+    else:
+        cluster = uniform_cluster(workers, *(SLOW_LINKS if slow else FAST_LINKS))
+    simulation = Simulation(cluster, options=RunOptions(seed=int(slow)))
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             simulation.run(train)
         except PacelineError:
             return None
-    expected = torch.zeros_like(results[0])
-    expected[:, :workers] = -float(SIMULATED_STEPS)
-    return all(torch.equal(result, expected) for result in results)
+    return results
+
+
+FAST_LINKS = "1gbit", "50us"
+SLOW_LINKS = "1mbit", "20ms"
 
 
 def survives(spec: str) -> bool:
@@ -169,45 +241,55 @@ def survives(spec: str) -> bool:
 def draw(seed: int) -> Case:
     """The case of a seed."""
     choose = random.Random(seed)
+    name = choose.choice(sorted(METHODS))
     while True:
         workers = choose.randint(2, 4)
-        name = choose.choice(sorted(METHODS))
         survive = survives(name) and choose.random() < 0.6
+        launcher = "paceline run" if survive else choose.choice(LAUNCHERS)
+        racks = choose.choice((1, 2)) if launcher == EMULATED and workers == 4 else 1
+        emulated = launcher == EMULATED
         drawn = {
             "compression": choose.choice(COMPRESSIONS),
-            "collective": choose.choice(COLLECTIVES),
+            "collective": choose.choice(COLLECTIVES + IN_NETWORK * 2 * emulated),
             # Under --survive the launcher decides on servers.
             "servers": "" if survive else choose.choice(SERVERS),
         }
         options = [f"{key}={value}" for key, value in drawn.items() if value]
         keys = ",".join(filter(None, [ROWS[name].keys, *options]))
-        spec = f"{name}:{keys}" if keys else name
-        if survive and not survives(spec):
+        case = Case(
+            seed,
+            f"{name}:{keys}" if keys else name,
+            workers,
+            survive,
+            launcher,
+            save_every=0 if survive else choose.choice((0, 0, 3, 7)),
+            racks=racks * emulated,
+        )
+        if survive and not survives(case.spec):
             continue
-        if applies_each_gradient_once(spec, workers) is not None:
+        if applies_each_gradient_once(case) is not None:
             break
-    faults = choose.choices((0, 1, 2, 3), weights=(1, 10, 4, 2))[0]
-    return Case(
-        seed,
-        spec,
-        workers,
-        survive,
-        launcher="paceline run" if survive else choose.choice(LAUNCHERS),
-        save_every=0 if survive else choose.choice((0, 0, 3, 7)),
-        faults=tuple(_fault(choose, workers) for _ in range(faults)),
-    )
+    count = choose.choices((0, 1, 2, 3), weights=(1, 10, 4, 2))[0]
+    return replace(case, faults=tuple(_fault(choose, case) for _ in range(count)))
 
 
-def _fault(choose: random.Random, workers: int) -> Fault:
-    signal = choose.choice(SIGNALS)
-    worker = f"worker {choose.randrange(workers)}"
-    target = choose.choice([worker] * 4 + ["launcher", "service"])
+def _fault(choose: random.Random, case: Case) -> Fault:
+    kinds = [*SIGNALS, *SIGNALS, "FILES", "CLOSE"]
+    kinds += ["FULL"] * 2 * case.restarts + ["CUT"] * 6 * (case.racks > 0)
+    kind = choose.choice(kinds)
+    worker = choose.randrange(case.workers)
+    pause = min(20.0, 0.1 * 10 ** choose.uniform(0, 2.3))
+    if kind == "CUT":
+        direction = choose.choice(["", " out", " in"])
+        at = choose.expovariate(4.0)
+        # A connection tries again after up to twice the time of the cut.
+        return Fault(kind, f"host {worker}{direction}", "step 0", at, pause / 2)
     if choose.random() < 0.25:
         anchor, delay = "start", choose.uniform(0.0, 6.0)
     else:
         step = choose.choice((0, STEPS - 2, STEPS - 1, *range(1, STEPS - 2)))
         anchor, delay = f"step {step}", choose.expovariate(20.0)
-    pause = 0.0
-    if signal == "STOP":
-        pause = min(20.0, 0.1 * 10 ** choose.uniform(0, 2.3))
-    return Fault(signal, target, anchor, delay, pause)
+    processes = [f"worker {worker}"] * 4 + ["launcher", f"service {worker}"]
+    target = {"FULL": "disk", "CLOSE": "stdout"}.get(kind, choose.choice(processes))
+    passes = kind in ("STOP", "FILES", "FULL")
+    return Fault(kind, target, anchor, delay, pause if passes else 0.0)

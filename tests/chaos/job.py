@@ -1,6 +1,7 @@
 """The script of each job: a training whose parameters count the gradients of each worker.
 
-``job.py FOLDER STEPS SAVE_EVERY``. FOLDER gets a file with each worker process's number, the steps that it has done, the checkpoint, and each worker's result.
+``job.py FOLDER STEPS SAVE_EVERY``. FOLDER gets a file with each worker process's number, the steps that it has done, the checkpoint
+on its disk, and each worker's result.
 """
 
 import os
@@ -36,8 +37,8 @@ plain = torch.optim.SGD(model.parameters(), lr=1.0)
 optimizer = paceline.distribute(model, plain, buckets="wfbp")
 progress = Progress()
 progress.done = optimizer.first_step
-if save_every and (folder / "checkpoint").exists():
-    paceline.load(folder / "checkpoint", progress=progress)
+if save_every and (folder / "disk" / "checkpoint").exists():
+    paceline.load(folder / "disk" / "checkpoint", progress=progress)
 with (folder / f"steps-{rank}-{process}").open("w", buffering=1) as notes:
     for step in range(progress.done, steps):
         optimizer.zero_grad()
@@ -45,8 +46,9 @@ with (folder / f"steps-{rank}-{process}").open("w", buffering=1) as notes:
         optimizer.step()
         progress.done = step + 1
         print(step, file=notes)
+        print(f"step {step}", flush=True)
         if save_every and progress.done % save_every == 0 and progress.done < steps:
-            paceline.save(folder / "checkpoint", progress=progress)
+            paceline.save(folder / "disk" / "checkpoint", progress=progress)
 optimizer.finish()
 # Renamed, so that a worker that is killed meanwhile has no result.
 part = folder / f"part-{rank}"

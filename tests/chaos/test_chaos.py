@@ -7,7 +7,7 @@ import pytest
 
 from tests.chaos import trial
 from tests.chaos.campaign import run
-from tests.chaos.cases import Case, Fault, applies_each_gradient_once, draw
+from tests.chaos.cases import Case, Fault, applies_each_gradient_once, draw, final_model
 from tests.chaos.invariants import NAMES_A_PROCESS
 
 DIES = (Fault("KILL", "worker 1", "step 12", 0.0),)
@@ -72,6 +72,11 @@ def test_a_seed_draws_the_same_case_each_time():
 
 
 def test_the_simulator_tells_which_trainings_count():
-    assert applies_each_gradient_once("asp", 3)
-    assert not applies_each_gradient_once("asp:compression=ef-sign", 3)
-    assert applies_each_gradient_once("backup:wait_for=9", 3) is None
+    assert applies_each_gradient_once(Case(0, "asp", 3))
+    assert not applies_each_gradient_once(Case(0, "asp:compression=ef-sign", 3))
+    assert applies_each_gradient_once(Case(0, "backup:wait_for=9", 3)) is None
+
+
+def test_the_simulator_tells_the_final_model_where_it_does_not_depend_on_time():
+    assert final_model(Case(0, "bsp", 3)) is not None
+    assert final_model(Case(0, "osp", 3)) is None

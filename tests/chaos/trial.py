@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
+import select
 import signal
+import subprocess
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from tests.chaos.cases import STEPS, Case, Fault
-from tests.support.processes import PACELINE, TORCHRUN, Job, kill
+from tests.chaos.cases import EMULATED, STEPS, Case, Fault
+from tests.support.processes import PACELINE, TORCHRUN, Job, kill, python_path
 
-FOLDER = Path(__file__).parent
+SCRIPTS = Path(__file__).parent
 END_SECONDS = float(os.environ.get("CHAOS_END_SECONDS", "150"))
 """A job ends within this after its last fault. A bound, not a measurement."""
 ORPHANS_END_SECONDS = 30.0
 """Processes of a job end within this after its launcher."""
+DISK_BYTES = 1 << 20
 
 
 @dataclass
@@ -34,26 +40,58 @@ class Trial:
     """Faults that have found a process."""
 
     def __post_init__(self) -> None:
+        kinds = {fault.kind for fault in self.case.faults}
+        self._disk = self.folder / "disk"
+        self._reader = _Reader(self.folder / "output") if "CLOSE" in kinds else None
+        self._undo: list[Callable[[], None]] = []
         self.began = time.monotonic()
-        self.job = _start(self.case, self.folder, self.name, self.options)
+        self.job = self._start()
 
     def inject(self, fault: Fault) -> None:
-        """Wait for the instant of a fault, and send its signal; nothing if the job has ended by then."""
+        """Wait for the instant of a fault, and let it happen; nothing if the job has ended by then."""
+        if fault.kind == "CUT":
+            self.landed.append(fault)  # by the cluster file
+            return
         since = self.began
         if fault.anchor != "start":
             if not self._wait_for_step(int(fault.anchor.removeprefix("step "))):
                 return
             since = time.monotonic()
         time.sleep(max(0.0, since + fault.delay - time.monotonic()))
-        process = self._find(fault)
-        if process is None or self.job.process.poll() is not None:
+        if self.job.process.poll() is not None:
             return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, getattr(signal, f"SIG{fault.signal}"))
-            self.landed.append(fault)
-            if fault.signal == "STOP":
-                time.sleep(fault.pause)
-                os.kill(process, signal.SIGCONT)
+        if fault.kind == "FULL":
+            self._pass(fault, _fill(self._disk))
+        elif fault.kind == "CLOSE":
+            assert self._reader is not None
+            if self._reader.has_writer(self.job.process.pid):
+                self._reader.close()
+                self.landed.append(fault)
+        elif process := self._find(fault):
+            with contextlib.suppress(ProcessLookupError):
+                if fault.kind == "FILES":
+                    self._pass(fault, _exhaust(process))
+                else:
+                    os.kill(process, getattr(signal, f"SIG{fault.kind}"))
+                    self.landed.append(fault)
+                if fault.kind == "STOP":
+                    time.sleep(fault.pause)
+                    os.kill(process, signal.SIGCONT)
+
+    def end(self) -> None:
+        """Leave nothing of the job, and no fault."""
+        for undo in self._undo:
+            undo()
+        self.job.stop()
+        if self._reader:
+            self._reader.close()
+
+    def _pass(self, fault: Fault, undo: Callable[[], None]) -> None:
+        self.landed.append(fault)
+        self._undo.append(undo)
+        timer = threading.Timer(fault.pause, undo)
+        timer.daemon = True
+        timer.start()
 
     def wait(self, seconds: float = END_SECONDS) -> list[str]:
         """Wait for the end of the launcher, then of its processes; returns violations, and leaves no process."""
@@ -75,10 +113,10 @@ class Trial:
             kill(process)
         return violations
 
-    def has(self, target: str, *signals: str) -> bool:
-        """Whether a fault has found such a target, by one of *signals* if there are any."""
+    def has(self, target: str, *kinds: str) -> bool:
+        """Whether a fault has found such a target, one of *kinds* if there are any."""
         return any(
-            fault.target.startswith(target) and (not signals or fault.signal in signals)
+            fault.target.startswith(target) and (not kinds or fault.kind in kinds)
             for fault in self.landed
         )
 
@@ -119,8 +157,9 @@ class Trial:
         started = self.folder.glob("process-*-*")
         workers = {int(file.name.split("-")[2]) for file in started}
         others = sorted(set(self.job.processes()) - workers - {self.job.process.pid})
-        if fault.target == "service":
-            return next(iter(others), None)
+        if fault.target.startswith("service"):
+            number = int(fault.target.removeprefix("service "))
+            return others[number % len(others)] if others else None
         rank = int(fault.target.removeprefix("worker "))
         if notes := list(self.folder.glob(f"process-{rank}-*")):
             latest = max(notes, key=lambda file: file.stat().st_mtime)
@@ -128,24 +167,108 @@ class Trial:
         # It has not noted its process yet: another one that starts takes its place.
         return dict(enumerate(others)).get(rank)
 
+    def _start(self) -> Job:
+        case, folder = self.case, self.folder
+        script = "broken_job.py" if case.defect else "job.py"
+        words = [str(SCRIPTS / script), str(folder), str(STEPS), str(case.save_every)]
+        words += [case.defect] if case.defect else []
+        variables = {
+            "PYTHONPATH": python_path(SCRIPTS.parents[1]),
+            "PACELINE_TIMEOUTS": "server_start=300",
+        }
+        if case.launcher == "torchrun":
+            variables["PACELINE_METHOD"] = case.spec
+            launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={case.workers}"]
+            launcher.append(f"--log-dir={folder / 'logs'}")
+        else:
+            launcher = [*PACELINE, case.launcher.split()[1], f"--method={case.spec}"]
+            if case.launcher == EMULATED:
+                cluster = folder / f"{self.name}.toml"
+                cluster.write_text(case.cluster)
+                launcher.append(f"--cluster={cluster}")
+            else:
+                launcher.append(f"--workers={case.workers}")
+        if case.survive:
+            launcher += ["--survive", f"--snapshot={self._disk / 'snapshot'}"]
+            variables["PACELINE_SNAPSHOT_SECONDS"] = "0.2"
+        return Job(
+            [*launcher, *self.options, *words],
+            folder / self.name,
+            variables,
+            forked="all",
+            pipe=self._reader.path if self._reader else None,
+        )
 
-def _start(case: Case, folder: Path, name: str, options: tuple[str, ...]) -> Job:
-    script = "broken_job.py" if case.defect else "job.py"
-    words = [str(FOLDER / script), str(folder), str(STEPS), str(case.save_every)]
-    words += [case.defect] if case.defect else []
-    root = str(FOLDER.parents[1])
-    variables = {
-        "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), root]),
-        "PACELINE_TIMEOUTS": "server_start=300",
-    }
-    if case.launcher == "torchrun":
-        variables["PACELINE_METHOD"] = case.spec
-        launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={case.workers}"]
-        launcher.append(f"--log-dir={folder / 'logs'}")
-    else:
-        launcher = [*PACELINE, "run", f"--workers={case.workers}"]
-        launcher.append(f"--method={case.spec}")
-    if case.survive:
-        launcher += ["--survive", f"--snapshot={folder / 'snapshot'}"]
-        variables["PACELINE_SNAPSHOT_SECONDS"] = "0.2"
-    return Job([*launcher, *options, *words], folder / name, variables, forked="all")
+
+class _Reader:
+    """The other end of a job's output, which it can close."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        os.mkfifo(path)
+        self._end = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def has_writer(self, process: int) -> bool:
+        """Wait until a process has opened the pipe: one that came later would wait for a reader."""
+        deadline = time.monotonic() + ORPHANS_END_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{process}/fd/1").readlink() == self.path:
+                    return True
+            time.sleep(0.002)
+        return False
+
+    def close(self) -> None:
+        if not self._closing.is_set():
+            self._closing.set()
+            self._thread.join()
+            os.close(self._end)
+
+    def _read(self) -> None:
+        while not self._closing.is_set():
+            if select.select([self._end], [], [], 0.01)[0] and not os.read(
+                self._end, 1 << 16
+            ):
+                self._closing.wait(0.01)  # Nobody has opened it yet.
+
+
+@contextlib.contextmanager
+def disk(case: Case, folder: Path) -> Iterator[None]:
+    """The disk of a job's checkpoints and snapshots: of its own, where it is to be full."""
+    place = folder / "disk"
+    place.mkdir()
+    if not any(fault.kind == "FULL" for fault in case.faults):
+        yield
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "chaos", str(place)]
+    subprocess.run(mount, check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def _fill(place: Path) -> Callable[[], None]:
+    """Fill a disk; returns what frees it."""
+    ballast = place / "ballast"
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+        for _ in range(DISK_BYTES):
+            file.write(bytes(1 << 12))
+    return lambda: ballast.unlink(missing_ok=True)
+
+
+def _exhaust(process: int) -> Callable[[], None]:
+    """Let a process open no further descriptor; returns what permits it again."""
+    opened = [int(name) for name in os.listdir(f"/proc/{process}/fd")]
+    limit = resource.RLIMIT_NOFILE
+    before = resource.prlimit(process, limit)
+    resource.prlimit(process, limit, (max(opened) + 1, before[1]))
+
+    def permit() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(process, limit, before)
+
+    return permit
