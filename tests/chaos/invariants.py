@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 
@@ -48,18 +49,37 @@ def survives(trial: Trial) -> Iterator[str]:
 
 def error_names_the_process(trial: Trial) -> Iterator[str]:
     """A job that ends badly says which process was at fault."""
-    status = trial.job.status
+    status, printed = trial.job.status, trial.job.stderr
     # The signal itself has ended the launcher, perhaps before it could handle any.
     silent = trial.has("launcher") and status is not None and status < 0
-    if status != 0 and not silent and not NAMES_A_PROCESS.search(trial.job.stderr):
+    # As `paceline run | head` does.
+    silent |= trial.has("stdout") and status == 128 + signal.SIGPIPE
+    if status == 0 or silent:
+        return
+    if not NAMES_A_PROCESS.search(printed):
         yield f"status {status}, and no sentence names the process at fault"
+    if (rank := _only_victim(trial)) is not None and not re.search(
+        rf"(rank|worker) *:? *{rank}\b", printed
+    ):
+        yield f"status {status}, and no sentence names worker {rank}, which was killed"
 
 
 NAMES_A_PROCESS = re.compile(
-    r"^paceline: .*(rank \d|worker \d|server|SIG[A-Z]+|aggregator|launcher)"
+    r"^paceline: .*(rank \d|worker \d|server|SIG[A-Z]+|aggregator|launcher|the process that holds)"
     r"|Root Cause|Process \d+ got signal",  # these are torchrun's
     re.MULTILINE,
 )
+
+
+def _only_victim(trial: Trial) -> int | None:
+    """The worker whose death was the only fault."""
+    if len(trial.landed) != 1:
+        return None
+    fault = trial.landed[0]
+    known = fault.kind == "KILL" and fault.anchor != "start"
+    if not known or not fault.target.startswith("worker"):
+        return None
+    return int(fault.target.removeprefix("worker "))
 
 
 def replicas_are_equal(trial: Trial) -> Iterator[str]:
