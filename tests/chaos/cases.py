@@ -42,7 +42,7 @@ class MethodRow(NamedTuple):
     mean_steps: int = 0
 
 
-ROWS = dict.fromkeys(METHODS, MethodRow()) | {
+ROWS = dict.fromkeys([*METHODS, "auto"], MethodRow()) | {
     "backup": MethodRow(mean_steps=STEPS),
     "daso": MethodRow("group=2"),
     "diloco": MethodRow("sync_every=5"),
@@ -169,6 +169,8 @@ repair = "{link}"
 
 def applies_each_gradient_once(case: Case) -> bool | None:
     """Whether the method does. None: paceline refuses this training."""
+    if case.method == "auto":
+        return True if case.spec == "auto" else None
     if (results := simulated(case, SIMULATED_STEPS)) is None:
         return None
     expected = torch.zeros_like(results[0])
@@ -178,6 +180,8 @@ def applies_each_gradient_once(case: Case) -> bool | None:
 
 def final_model(case: Case) -> torch.Tensor | None:
     """The model of each job of this case that completes; None where it depends on time or on random numbers."""
+    if case.method == "auto":
+        return None
     by_time = METHODS[case.method].consistency in ("asynchronous", "delayed")
     if by_time and not applies_each_gradient_once(case):
         return None
@@ -231,6 +235,8 @@ SLOW_LINKS = "1mbit", "20ms"
 
 def survives(spec: str) -> bool:
     """Whether `--survive` accepts this method."""
+    if parse(spec).name == "auto":
+        return False
     try:
         check_survives(make(parse(spec), OPTIONS)[0])
     except UsageError:
@@ -241,7 +247,7 @@ def survives(spec: str) -> bool:
 def draw(seed: int) -> Case:
     """The case of a seed."""
     choose = random.Random(seed)
-    name = choose.choice(sorted(METHODS))
+    name = choose.choice(sorted(ROWS))
     while True:
         workers = choose.randint(2, 4)
         survive = survives(name) and choose.random() < 0.6

@@ -34,7 +34,9 @@ process = os.getpid()
 (folder / f"process-{rank}-{process}").touch()
 model = Counting(workers)
 plain = torch.optim.SGD(model.parameters(), lr=1.0)
-optimizer = paceline.distribute(model, plain, buckets="wfbp")
+# `auto` chooses buckets itself.
+own = {} if os.environ.get("PACELINE_METHOD") == "auto" else {"buckets": "wfbp"}
+optimizer = paceline.distribute(model, plain, **own)
 progress = Progress()
 progress.done = optimizer.first_step
 if save_every and (folder / "disk" / "checkpoint").exists():

@@ -2,60 +2,77 @@
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from tests.chaos import trial
 from tests.chaos.campaign import run
-from tests.chaos.cases import Case, Fault, applies_each_gradient_once, draw, final_model
-from tests.chaos.invariants import NAMES_A_PROCESS
+from tests.chaos.cases import (
+    EMULATED,
+    HARMLESS,
+    Case,
+    Fault,
+    applies_each_gradient_once,
+    draw,
+    final_model,
+)
+from tests.chaos.invariants import NAMES_A_PROCESS, error_names_the_process
 
 DIES = (Fault("KILL", "worker 1", "step 12", 0.0),)
-CONTROLS: dict[str, tuple[Case, str]] = {
-    "ends early": (Case(0, "bsp", 2), "not every worker has a result"),
-    "hangs": (Case(0, "bsp", 2), "^hangs"),
-    "leaves a process": (Case(0, "bsp", 2), "^left: process .*sleep"),
-    "leaves a file": (Case(0, "bsp", 2), "^left: .*'left'"),
-    "counts a gradient twice": (Case(0, "bsp", 2), "each worker did 40 steps"),
-    "replicas differ": (Case(0, "bsp", 2), "replicas differ"),
-}
-SLOW_CONTROLS = {
-    "refuses to start again": (
-        Case(0, "asp", 2, survive=True, faults=DIES),
-        "did not survive",
-    ),
-    "counts a gradient twice": (Case(0, "asp", 2, survive=True), "counts twice"),
-    "loses a gradient": (Case(0, "backup", 2, survive=True), "a gradient is lost"),
-    "truncates its checkpoint": (
-        Case(0, "bsp", 2, save_every=3, faults=DIES),
+SURVIVING = Case(0, "asp", 2, survive=True)
+SAVING = Case(0, "bsp", 2, save_every=3)
+CONTROLS = [
+    ("ends early", Case(0, "bsp", 2), "not every worker has a result"),
+    ("hangs", Case(0, "bsp", 2), "^hangs"),
+    ("leaves a process", Case(0, "bsp", 2), "^left: process .*sleep"),
+    ("leaves a file", Case(0, "bsp", 2), "^left: .*'left'"),
+    ("counts a gradient twice", Case(0, "bsp", 2), "each worker did 40 steps"),
+    ("counts a gradient twice", Case(0, "bsp:compression=ef-sign", 2), "simulator's"),
+    ("replicas differ", Case(0, "bsp", 2), "replicas differ"),
+    ("refuses to start again", replace(SURVIVING, faults=DIES), "did not survive"),
+    ("counts a gradient twice", SURVIVING, "counts twice"),
+    ("loses a gradient", Case(0, "backup", 2, survive=True), "a gradient is lost"),
+    (
+        "truncates its checkpoint",
+        replace(SAVING, faults=DIES),
         "going on: status 1",
     ),
-}
+]
+"""By defect: the case, and the violation."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("defect", CONTROLS)
-def test_a_job_with_a_defect_is_caught(defect, monkeypatch):
-    check_caught(defect, *CONTROLS[defect], monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("defect", SLOW_CONTROLS)
-def test_a_job_that_restarts_and_has_a_defect_is_caught(defect, monkeypatch):
-    check_caught(defect, *SLOW_CONTROLS[defect], monkeypatch)
-
-
-def check_caught(defect, case, violation, monkeypatch):
+@pytest.mark.parametrize(("defect", "case", "violation"), CONTROLS)
+def test_a_job_with_a_defect_is_caught(defect, case, violation, monkeypatch):
     monkeypatch.setattr(trial, "ORPHANS_END_SECONDS", 2.0)
     seconds = 8.0 if defect == "hangs" else 60.0
     outcome = run(replace(case, defect=defect), end_seconds=seconds)
     assert any(re.search(violation, found) for found in outcome.violations), outcome
 
 
+EMULATED_CASE = Case(0, "bsp:collective=rina", 2, launcher=EMULATED, racks=1)
+BITES = [
+    (SAVING, Fault("FULL", "disk", "step 12", 0.0, 20.0), "No space left"),
+    (SAVING, Fault("CLOSE", "stdout", "step 12", 0.0), ""),
+    (SAVING, Fault("FILES", "worker 1", "step 12", 0.0, 20.0), "Too many open files"),
+    (EMULATED_CASE, Fault("CUT", "host 1", "step 0", 0.0, 0.3), "repair host 1"),
+    (EMULATED_CASE, Fault("KILL", "service 1", "step 5", 0.0), "emulated cluster"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", [Case(0, "bsp", 2, save_every=3), Case(0, "asp", 2, True)]
-)
+@pytest.mark.parametrize(("case", "fault", "printed"), BITES)
+def test_a_fault_is_felt_and_all_holds(case, fault, printed):
+    outcome = run(replace(case, faults=(fault,)))
+    assert outcome.violations == [], outcome
+    assert outcome.landed == [fault]
+    assert printed in outcome.output
+    assert outcome.status == 0 if fault.kind in HARMLESS else outcome.status > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [SAVING, SURVIVING])
 def test_the_same_job_without_a_defect_keeps_all(case):
     outcome = run(replace(case, faults=DIES))
     assert outcome.violations == [], outcome
@@ -65,6 +82,13 @@ def test_the_same_job_without_a_defect_keeps_all(case):
 def test_an_error_must_name_a_process():
     assert NAMES_A_PROCESS.search("Traceback\npaceline: rank 1 died: SIGKILL\n")
     assert not NAMES_A_PROCESS.search("RuntimeError: Connection reset by peer\n")
+
+
+@pytest.mark.parametrize(("named", "wrong"), [(0, 1), (1, 0)])
+def test_an_error_must_name_the_worker_that_was_killed(named, wrong):
+    job = SimpleNamespace(status=1, stderr=f"paceline: rank {named} died: SIGKILL\n")
+    ended = SimpleNamespace(job=job, landed=list(DIES), has=lambda *_: False)
+    assert len(list(error_names_the_process(ended))) == wrong
 
 
 def test_a_seed_draws_the_same_case_each_time():
@@ -79,4 +103,4 @@ def test_the_simulator_tells_which_trainings_count():
 
 def test_the_simulator_tells_the_final_model_where_it_does_not_depend_on_time():
     assert final_model(Case(0, "bsp", 3)) is not None
-    assert final_model(Case(0, "osp", 3)) is None
+    assert final_model(Case(0, "asp:compression=ef-sign", 3)) is None
