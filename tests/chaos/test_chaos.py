@@ -57,7 +57,8 @@ BITES = [
     (SAVING, Fault("CLOSE", "stdout", "step 12", 0.0), ""),
     (SAVING, Fault("FILES", "worker 1", "step 12", 0.0, 20.0), "Too many open files"),
     (EMULATED_CASE, Fault("CUT", "host 1", "step 0", 0.0, 0.3), "repair host 1"),
-    (EMULATED_CASE, Fault("KILL", "service 1", "step 5", 0.0), "emulated cluster"),
+    (EMULATED_CASE, Fault("KILL", "service 0", "step 5", 0.0), "emulated cluster"),
+    (EMULATED_CASE, Fault("KILL", "service 1", "step 5", 0.0), "around the ring"),
 ]
 
 
@@ -68,7 +69,8 @@ def test_a_fault_is_felt_and_all_holds(case, fault, printed):
     assert outcome.violations == [], outcome
     assert outcome.landed == [fault]
     assert printed in outcome.output
-    assert outcome.status == 0 if fault.kind in HARMLESS else outcome.status > 0
+    completes = fault.kind in HARMLESS or "ring" in printed
+    assert outcome.status == 0 if completes else outcome.status > 0
 
 
 @pytest.mark.slow
