@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -35,8 +36,15 @@ class Outcome:
 
 
 def run_seed(seed: int) -> Outcome:
-    """Run the case of a seed."""
-    return run(draw(seed))
+    """Run the case of a seed. An error of the campaign itself is a violation, too: the other seeds go on."""
+    case = draw(seed)
+    try:
+        return run(case)
+    except Exception:
+        return Outcome(
+            f"{case} -> an error of the campaign",
+            violations=[traceback.format_exc()],
+        )
 
 
 def run(case: Case, end_seconds: float = END_SECONDS) -> Outcome:
