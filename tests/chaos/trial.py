@@ -68,7 +68,7 @@ class Trial:
                 self._reader.close()
                 self.landed.append(fault)
         elif process := self._find(fault):
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if fault.kind == "FILES":
                     self._pass(fault, _exhaust(process))
                 else:
@@ -263,6 +263,8 @@ def _fill(place: Path) -> Callable[[], None]:
 def _exhaust(process: int) -> Callable[[], None]:
     """Let a process open no further descriptor; returns what permits it again."""
     opened = [int(name) for name in os.listdir(f"/proc/{process}/fd")]
+    if not opened:
+        raise ProcessLookupError  # It is ending.
     limit = resource.RLIMIT_NOFILE
     before = resource.prlimit(process, limit)
     resource.prlimit(process, limit, (max(opened) + 1, before[1]))
