@@ -55,7 +55,7 @@ def test_what_is_refused(script, tmp_path):
     words = refused(script, "--workload", "resnet50", "--workers", "2")
     assert "resnet50 is the profile of another model" in words
     nothing = refused(script, "--consistency", "delayed", "--workers", "2")
-    assert "no candidate of the allowed classes (delayed)" in nothing
+    assert "no candidate of the allowed consistency levels (delayed)" in nothing
     assert "Clip with distribute(clip_norm=...)" in nothing
 
 

@@ -1,4 +1,4 @@
-"""A plan as a report: the answer, the best method of each class, why, and what to run."""
+"""A plan as a report: the answer, the best method of each consistency level, why, and what to run."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def _best(plan: Plan, question: Question) -> Table:
         cells = [column.cell(plan, one) for column in columns]
         rows.append([consistency, name + marks, *cells])
     return Table(
-        title="Best of each class",
+        title="Best of each consistency level",
         headings=("consistency", "method", *(one.heading for one in columns)),
         rows=rows,
         notes=notes.texts,
@@ -770,7 +770,7 @@ def _scaling(points: Sequence[ScalingPoint]) -> list[Section]:
             x="workers",
             y="vs. 1 machine",
             log="xy",
-            caption="The best method of each class, with the same batch per worker, on one switch. "
+            caption="The best method of each consistency level, with the same batch per worker, on one switch. "
             "From short runs. Dotted: linear speedup.",
             table=_points(points),
             level="summary",
@@ -816,7 +816,7 @@ def _points(points: Sequence[ScalingPoint]) -> Table:
     for point in points:
         rows.setdefault((point.consistency, point.workers), {})[point.rate] = point
     return Table(
-        title="vs. 1 machine (efficiency), the best method of each class",
+        title="vs. 1 machine (efficiency), the best method of each consistency level",
         headings=("consistency", "workers", *map(show_rate, rates)),
         rows=[
             [

@@ -275,7 +275,7 @@ class _Search:
             )
         reasons = "; ".join(f"{s}: {one.reason}" for s, one in self.infeasible.items())
         return (
-            f"no candidate of the allowed classes ({classes}) can run here; allow more of them. "
+            f"no candidate of the allowed consistency levels ({classes}) can run here; allow more of them. "
             f"{reasons}"
         )
 
