@@ -118,6 +118,7 @@ def test_the_end_of_rank_0_is_no_alarm(ranks):
         b'{"token": "wrong", "rank": 1, "host": "here", "process": 1}\n',
         b'{"token": "TOKEN", "rank": 77, "host": "here", "process": 1}\n',
         b"x" * (LINE_BYTES + 1),
+        b'{"x":' + b"[" * 3000 + b"\n",
         b'{"rank": 1, "fault": "lies"}\n',
     ],
 )

@@ -53,6 +53,8 @@ from paceline.transport.poll_loop import PollLoop
 LINE_BYTES = 4096
 STRANGERS = 16
 """The most connections that have not sent a hello, in addition to one for each rank."""
+BACKLOG = 1024
+"""Connections that wait to be accepted. With a short queue strangers would keep ranks out."""
 
 KEY = "paceline/liveness"
 """Key of the hub's address in the store."""
@@ -100,7 +102,7 @@ class FailureHub:
         self._listener = socket.create_server(
             (listen_address.bind, 0),
             family=family_of(listen_address.bind),
-            backlog=min(size, 1024),
+            backlog=BACKLOG,
         )
         self._listener.setblocking(False)
         self._idle_connections = liveness.IdleConnections(size + STRANGERS, LINE_BYTES)
@@ -160,7 +162,7 @@ class FailureHub:
         try:
             for line in said.lines:
                 self._hear(peer, line)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             # It is not a rank, or no longer one.
             self._lose(peer)
             return
