@@ -12,15 +12,21 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import selectors
 import socket
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 import numpy as np
 
-from paceline.collectives.in_network.server import AggregatorServer, ServerThread
+from paceline.collectives.in_network.server import (
+    STRANGERS,
+    AggregatorServer,
+    ServerThread,
+)
 from paceline.collectives.in_network.session import (
     CHUNK_BYTES,
     WINDOW,
@@ -38,12 +44,10 @@ from paceline.collectives.in_network.topology import (
     next_of,
 )
 from paceline.collectives.in_network.wire import (
-    HEADER,
     WORDS_BYTES,
     Address,
     Connection,
     Granted,
-    Header,
     Hello,
     Kind,
     Parent,
@@ -300,36 +304,34 @@ class JoinRing(Joining):
         """
         terms = self._terms(self._at)
         found: dict[int, Peer] = {}
-        listener.settimeout(timeouts.aggregator_connect)
         behind = self._groups[(self._at + 1) % len(self._groups)]
-        while len(found) < terms.agents:
-            try:
-                peer, _ = listener.accept()
-            except TimeoutError:
-                missing = sorted(set(range(terms.agents)) - set(found))
-                ranks = [behind.ranks[number] for number in missing]
-                raise PeerLostError(
-                    f"rank {self._job.rank}: ranks {ranks}, the next group of the ring, have "
-                    f"not connected within {timeouts.aggregator_connect:g} s"
-                ) from None
-            hello = _hello_from(peer)
-            if hello is None or not is_proven(self._job.token, self._nonce, hello):
-                peer.close()
-                continue
-            if hello.terms != terms or hello.number in found:
-                peer.close()
-                raise UsageError(
-                    f"rank {self._job.rank}: {hello.role} {hello.number} asks for "
-                    f"{hello.terms}: expected {terms}, once"
-                )
-            granted = Granted(window=WINDOW, chunk_bytes=CHUNK_BYTES)
-            granted.proof = proof_of(self._job.token, hello.nonce, granted)
-            connection = Connection(peer)
-            self._opened.append(connection)
-            connection.put(words_frame(Kind.GRANTED, granted))
-            connection.flush()
-            name = f"rank {behind.ranks[hello.number]}"
-            found[hello.number] = Peer(connection, name)
+        seconds = timeouts.aggregator_connect
+        with contextlib.closing(_hellos_at(listener, seconds)) as hellos:
+            while len(found) < terms.agents:
+                arrived = next(hellos, None)
+                if arrived is None:
+                    missing = sorted(set(range(terms.agents)) - set(found))
+                    ranks = [behind.ranks[number] for number in missing]
+                    raise PeerLostError(
+                        f"rank {self._job.rank}: ranks {ranks}, the next group of the ring, have "
+                        f"not connected within {seconds:g} s"
+                    )
+                connection, hello = arrived
+                if not is_proven(self._job.token, self._nonce, hello):
+                    connection.close()
+                    continue
+                self._opened.append(connection)
+                if hello.terms != terms or hello.number in found:
+                    raise UsageError(
+                        f"rank {self._job.rank}: {hello.role} {hello.number} asks for "
+                        f"{hello.terms}: expected {terms}, once"
+                    )
+                granted = Granted(window=WINDOW, chunk_bytes=CHUNK_BYTES)
+                granted.proof = proof_of(self._job.token, hello.nonce, granted)
+                connection.put(words_frame(Kind.GRANTED, granted))
+                connection.flush()
+                name = f"rank {behind.ranks[hello.number]}"
+                found[hello.number] = Peer(connection, name)
         return [found[number] for number in range(terms.agents)]
 
 
@@ -428,27 +430,84 @@ def _without_repeats(ends: Sequence[End | None]) -> list[End]:
     return list(dict.fromkeys(end for end in ends if end is not None))
 
 
-def _hello_from(peer: socket.socket) -> Hello | None:
-    """The hello that a new connection has sent; None if it sent something else."""
-    peer.settimeout(timeouts.aggregator_probe)
+def _hellos_at(
+    listener: socket.socket, seconds: float
+) -> Iterator[tuple[Connection, Hello]]:
+    """The connections that say hello within *seconds*; the caller closes these.
+
+    All connections are read at the same time, so one that sends nothing delays no other.
+    """
+    end = time.monotonic() + seconds
+    begun: dict[Connection, bytearray | None] = {}
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        try:
+            while (left := end - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    connection: Connection | None = key.data
+                    if connection is None:
+                        connection = _accepted(listener)
+                        if connection is None:
+                            continue
+                        if len(begun) >= STRANGERS:
+                            oldest = next(iter(begun))
+                            _forget(oldest, begun, selector)
+                        begun[connection] = None
+                        selector.register(connection, selectors.EVENT_READ, connection)
+                    elif connection not in begun:
+                        continue  # an earlier event has closed it
+                    try:
+                        hello = _read_hello(connection, begun)
+                    except (OSError, EOFError, ProtocolError):
+                        _forget(connection, begun, selector)
+                        continue
+                    if hello is not None:
+                        del begun[connection]
+                        selector.unregister(connection)
+                        yield connection, hello
+        finally:
+            for connection in begun:
+                connection.close()
+
+
+def _accepted(listener: socket.socket) -> Connection | None:
+    """The next connection; None if it has gone again."""
     try:
-        data = _exactly(peer, HEADER.size)
-        header = Header(*HEADER.unpack(data))
-        if header.kind != Kind.HELLO or header.size > WORDS_BYTES:
-            return None
-        return words_of(_exactly(peer, header.size), Hello)
-    except (OSError, EOFError, ProtocolError):
+        return Connection(listener.accept()[0])
+    except OSError:
         return None
 
 
-def _exactly(peer: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        got = peer.recv(size - len(data))
-        if not got:
-            raise EOFError
-        data += got
-    return data
+def _forget(
+    connection: Connection,
+    begun: dict[Connection, bytearray | None],
+    selector: selectors.BaseSelector,
+) -> None:
+    del begun[connection]
+    selector.unregister(connection)
+    connection.close()
+
+
+def _read_hello(
+    connection: Connection, begun: dict[Connection, bytearray | None]
+) -> Hello | None:
+    """The hello of a connection; None if it has not arrived yet.
+
+    *begun*: by connection, the payload that is being read. Raises `EOFError`, `OSError` and
+    `ProtocolError`.
+    """
+    header = connection.read_header(WORDS_BYTES)
+    if header is None:
+        return None
+    if header.kind != Kind.HELLO:
+        raise ProtocolError(f"a frame of kind {header.kind}: expected a hello")
+    payload = begun[connection]
+    if payload is None:
+        payload = begun[connection] = bytearray(header.size)
+    if not connection.read_payload(memoryview(payload), WORDS_BYTES):
+        return None
+    return words_of(payload, Hello)
 
 
 def own_host(address: Address) -> str:

@@ -196,7 +196,7 @@ def is_proven(token: str, nonce: str, words: Hello | Granted) -> bool:
     return hmac.compare_digest(expected, words.proof.encode())
 
 
-def words_of(payload: bytes | memoryview, kind: type[_Words]) -> _Words:
+def words_of(payload: bytes | bytearray | memoryview, kind: type[_Words]) -> _Words:
     """Decode a JSON message. Raises `ProtocolError` for anything else."""
     try:
         return msgspec.json.decode(payload, type=kind)
