@@ -360,8 +360,9 @@ class AggregatorServer:
             self._refuse(link, "it expects another token than the worker's")
             return
         try:
-            job = self._job_for(hello.terms)
+            # Before the job: a job of refused members would hold its memory for ever.
             link.key = _key_of(hello)
+            job = self._job_for(hello.terms)
             if link.key in job.links:
                 raise UsageError(
                     f"job {hello.terms.job}: {hello.role} {hello.number} is already connected"
@@ -465,12 +466,18 @@ class AggregatorServer:
 
     def _join(self, job: _ServedJob, number: int, parent: Parent) -> None:
         """Connect to a parent and register. Frames wait until it has accepted."""
-        family, _, _, _, address = socket.getaddrinfo(
-            parent.host,
-            parent.port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_NUMERICHOST,
-        )[0]
+        try:
+            family, _, _, _, address = socket.getaddrinfo(
+                parent.host,
+                parent.port,
+                type=socket.SOCK_STREAM,
+                flags=socket.AI_NUMERICHOST,
+            )[0]
+        except (OSError, UnicodeError, OverflowError) as error:
+            raise UsageError(
+                f"a parent at {parent.host!r}, port {parent.port}: {error}; expected a "
+                "numeric address"
+            ) from None
         peer = socket.socket(family, socket.SOCK_STREAM)
         link = _Link(Connection(peer), secrets.token_hex(16))
         link.job, link.key, link.waiting = job, ParentLink(number), []
