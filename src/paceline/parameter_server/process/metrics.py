@@ -1,10 +1,10 @@
 """Serves a server's counters to Prometheus: ``paceline serve --metrics HOST:PORT``.
 
-`serve_metrics` starts prometheus_client's own HTTP server on threads of this process. Values are
-read when a client asks, so they cost nothing without a client. Each value is consistent; two values
-may be of different instants. Every process that reaches the address may read them, and each open
-connection holds a thread. So the address is loopback unless another one is named. They contain
-nothing of the model.
+`serve_metrics` starts an HTTP server on threads of this process. Values are read when a client asks,
+so they cost nothing without a client. Each value is consistent; two values may be of different
+instants. Every process that reaches the address may read them. So the address is loopback unless
+another one is named. They contain nothing of the model. Each open connection holds a thread. There
+are at most `MOST_CONNECTIONS`: the oldest is closed for the next.
 
 Needs `prometheus_client`, an extra: ``pip install -e .[prometheus]``.
 """
@@ -12,21 +12,32 @@ Needs `prometheus_client`, an extra: ``pip install -e .[prometheus]``.
 from __future__ import annotations
 
 import contextlib
+import logging
+import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http.server import ThreadingHTTPServer
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.parameter_server.groups.server import GroupServer
 from paceline.parameter_server.process.host import HostedService, ServerHost
 from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.transport import liveness
 
 if TYPE_CHECKING:
-    from prometheus_client import Metric
+    from prometheus_client import CollectorRegistry, Metric
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+MOST_CONNECTIONS = 16
+"""Connections that are open at a time."""
+FAILURES_LOGGED = 10
 
 
 @dataclass(frozen=True)
@@ -111,7 +122,7 @@ def serve_metrics(
     if not host or not port.isdecimal() or int(port) > 65535:
         raise UsageError(f"--metrics: expected HOST:PORT or PORT, got {address!r}")
     try:
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
     except ImportError:
         raise UsageError(
             "--metrics needs prometheus_client: pip install prometheus-client"
@@ -119,18 +130,62 @@ def serve_metrics(
     registry = CollectorRegistry()
     registry.register(_Collector(figures))
     try:
-        server, thread = start_http_server(int(port), host, registry)
+        server = _Server(host, int(port), registry)
     except OSError as error:
         raise UsageError(
             f"--metrics {address}: cannot listen there: {error}; expected an address of this "
             "machine, and a port that is free"
         ) from None
+    thread = threading.Thread(
+        target=server.serve_forever, name="paceline metrics", daemon=True
+    )
+    thread.start()
     try:
         yield host, server.server_port
     finally:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    """Answers each connection on a thread. It closes the oldest one if there are too many."""
+
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        from prometheus_client import MetricsHandler
+
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self.address_family = found[0]
+        self._open: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        self._failures = 0
+        address = str(found[4][0]), port
+        super().__init__(address, MetricsHandler.factory(registry))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        liveness.watch(request)
+        with self._lock:
+            if len(self._open) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread closes it
+            self._open[request] = None
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Log only the first failures: clients that go early would fill the log."""
+        self._failures += 1
+        if self._failures <= FAILURES_LOGGED:
+            log.warning("metrics: a request failed: %r", sys.exception())
 
 
 class _Collector:
