@@ -54,10 +54,13 @@ test-reports: $(VENV)/.with-reports
 SEEDS ?= 40
 VIRTUAL ?= 2000
 FROM ?= 0
-chaos: $(READY)
-	@echo "replay all: make chaos SEEDS=$(SEEDS) VIRTUAL=$(VIRTUAL) FROM=$(FROM)"
+# Then as many random MESSAGES, and as many mutated ones, to each port (`metrics` needs prometheus_client).
+MESSAGES ?= 2000
+chaos: $(VENV)/.with-prometheus
+	@echo "replay all: make chaos SEEDS=$(SEEDS) VIRTUAL=$(VIRTUAL) FROM=$(FROM) MESSAGES=$(MESSAGES)"
 	$(BIN)/python -m tests.chaos --virtual --seeds $(VIRTUAL) --from $(FROM)
 	$(BIN)/python -m tests.chaos --seeds $(SEEDS) --from $(FROM)
+	$(BIN)/python -m tests.chaos --ports --messages $(MESSAGES) --from $(FROM)
 
 # N random mutants of the source, and the tests that kill them: benchmarks/results/mutants.jsonl.
 N ?= 200

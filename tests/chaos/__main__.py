@@ -1,5 +1,7 @@
 """Faults at random instants: ``python -m tests.chaos --seeds 40 [--from 100] [--virtual]``.
 
+``--ports [--messages 100000] [--from SEED]`` sends random and mutated messages to each port instead.
+
 A seed is one job and its faults, the same on every machine. Instants vary with the machine's speed.
 """
 
@@ -15,7 +17,26 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 import tests.conftest  # noqa: F401 - the environment of the processes that tests start
-from tests.chaos import campaign, virtual
+from tests.chaos import campaign, ports, virtual
+
+
+def attack_ports(messages: int, seed: int) -> int:
+    """Attack one port after the other; the exit status."""
+    print(f"replay: python -m tests.chaos --ports --messages {messages} --from {seed}")
+    bad = 0
+    for kind in ports.PORTS.values():
+        outcome = ports.attack_port(kind, messages, seed)
+        bad += bool(outcome.violations)
+        sent = ", ".join(f"{count} {name}" for name, count in outcome.messages.items())
+        print(
+            f"{'BAD' if outcome.violations else 'ok '} {outcome.port}: {sent}; memory grew by "
+            f"{outcome.memory >> 10} KiB, {outcome.connections} connections, "
+            f"{outcome.seconds:.0f} s",
+            flush=True,
+        )
+        for violation in outcome.violations:
+            print(f"    {violation}")
+    return 1 if bad else 0
 
 
 def main() -> int:
@@ -26,7 +47,11 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=4, help="seeds at a time")
     parser.add_argument("--log", type=Path, help="append a line of JSON for each seed")
     parser.add_argument("--show", action="store_true", help="print each job's output")
+    parser.add_argument("--ports", action="store_true", help="attack each port")
+    parser.add_argument("--messages", type=int, default=2000, help="of each kind")
     options = parser.parse_args()
+    if options.ports:
+        return attack_ports(options.messages, options.first)
     began = time.monotonic()
     run_seed = virtual.run_seed if options.virtual else campaign.run_seed
     seeds = range(options.first, options.first + options.seeds)

@@ -16,7 +16,7 @@ import selectors
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -432,7 +432,7 @@ def _without_repeats(ends: Sequence[End | None]) -> list[End]:
 
 def _hellos_at(
     listener: socket.socket, seconds: float
-) -> Iterator[tuple[Connection, Hello]]:
+) -> Generator[tuple[Connection, Hello], None, None]:
     """The connections that say hello within *seconds*; the caller closes these.
 
     All connections are read at the same time, so one that sends nothing delays no other.
