@@ -1,12 +1,13 @@
-"""Local updates: workers step by themselves, and average their models every so many steps.
+"""Local-update methods: each worker trains alone for H steps, then all workers average their models.
 
-Each preset is a row of the registry with the defaults of its paper. All have the same options, so
-that any of them can be turned into any other.
+Each preset is a method of the registry with the defaults of its paper. All presets have the same
+options, so any preset can be configured as any other.
 
 - `presets`: the methods by name: local SGD, SlowMo, DiLoCo and others.
-- `rounds`: the program of all presets, `LocalUpdates`, and its worker; start here.
-- `options`: the hyperparameters, and groups of workers.
-- `fragments`: fragments of the model with their anchors, and the outer step on them; the inner optimizer's state.
+- `rounds`: `LocalUpdates`, the algorithm of all presets, and its worker; start here.
+- `options`: the hyperparameters, their checks, and groups of workers.
+- `fragments`: fragments of the model with their anchors and outer steps, and the averaging of the
+  inner optimizer's state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,13 @@
-"""State of local updates: fragments of the model with their anchors, and the inner optimizer's state.
+"""State of local-update methods: the model's fragments, their anchors, and the optimizer's moments.
 
-An anchor is the model from which all workers began a round. The outer optimizer steps on it.
+An anchor is the copy of the parameters from which all workers began a round. The outer optimizer
+updates it.
+
+- `Fragment`: a part of the model that is averaged on its own, with its anchor and outer optimizer.
+- `TrainedSince`: counts a worker's samples, which are its weight in the next average.
+- `PendingAverage`: an average that is in flight.
+- `by_parameter`, `message_tensors`, `copy_into`: the order of tensors in checkpoints.
+- `optimizer_state_names`, `flatten_moments`: averaging of the inner optimizer's state.
 """
 
 from __future__ import annotations
@@ -22,19 +29,29 @@ from paceline.methods.model_averaging import FlatTensors, ModelAverager, widen_h
 
 @dataclass
 class TrainedSince:
-    """The samples that this worker has trained on since an average was formed."""
+    """Counts the samples that this worker has trained on since the last average.
+
+    Attributes:
+        begins: The first step after the last average.
+        weight: The samples of these steps, in units of an even share of the global batch.
+    """
 
     begins: int = 0
-    """The first step after the average."""
     weight: float = 0.0
-    """Of the samples of these steps; one step of an even share counts as 1."""
 
     def share(self, step: int) -> float:
-        """Return the weight in an average after *step*: 1 for an even share in all its steps."""
+        """Return this worker's weight in an average after a step.
+
+        Args:
+            step: The last step that the average covers.
+
+        Returns:
+            The mean weight of the steps since the last average: 1 for an even share in every step.
+        """
         return self.weight / (step + 1 - self.begins)
 
     def begin(self, step: int) -> None:
-        """Start again: an average was formed of what there was before *step*."""
+        """Restart the count: the average covers all steps before *step*."""
         self.begins, self.weight = step, 0.0
 
     def save(self, step: int) -> list[float]:
@@ -43,23 +60,29 @@ class TrainedSince:
 
     @classmethod
     def load(cls, step: int, saved: Sequence[float]) -> TrainedSince:
-        """Return what `save` has kept, before *step*."""
+        """Return the count that `save` returned, for a run that continues at *step*."""
         ago, weight = saved
         return cls(step - int(ago), weight)
 
 
 class Fragment:
-    """A part of the model that is averaged by itself.
+    """A part of the model that is averaged on its own, with its anchor and outer optimizer.
+
+    Args:
+        options: The method's options. They decide whether the fragment has an anchor.
+        run: The training.
+        parameters: The fragment's parameters, grouped by message.
+        buffers: The model's buffers that are averaged with this fragment.
 
     Attributes:
-        model: Its parameters and buffers, as messages.
-        parameters: In the model's order.
-        anchors: The parameters from which the round began, a message for each of the model's; or
-            none. In float32 where the parameters have half of its bits.
-        averaged: The statistics that belong to the anchor.
-        outer: The optimizer that steps on the anchors, if there are any.
+        model: The fragment's parameters and buffers, as flat messages.
+        parameters: The fragment's parameters, in the model's order.
+        anchors: The parameters from which the round began: one message for each of the model's. The
+            list is empty without an anchor. 16-bit parameters have anchors in float32.
+        averaged: The buffers' statistics as last averaged, which belong to the anchor.
+        outer: The optimizer that updates the anchors; None without anchors.
         since: The samples since the fragment's last average.
-        rounds: The averages that were sent.
+        rounds: The number of averages that were sent.
     """
 
     def __init__(
@@ -86,18 +109,18 @@ class Fragment:
             self.take_anchor()
 
     def take_anchor(self) -> None:
-        """Begin anew from the present model, without outer momentum."""
+        """Copy the current model into the anchor, and drop the outer momentum."""
         for flat in (*self.anchors, *self.averaged):
             flat.gather_in()
         self.drop_momentum()
 
     def put_anchor(self) -> None:
-        """Put the anchor, and its statistics, into the model."""
+        """Copy the anchor and its statistics into the model."""
         for flat in (*self.anchors, *self.averaged):
             flat.scatter_out()
 
     def is_at_anchor(self) -> bool:
-        """Return whether the model is the anchor, rounded to the parameters' type."""
+        """Return whether the parameters equal the anchor, rounded to the parameters' dtype."""
         return all(
             torch.equal(tensor, value.to(tensor.dtype))
             for flat in self.anchors
@@ -105,25 +128,30 @@ class Fragment:
         )
 
     def subtract_from_anchor(self, index: int) -> None:
-        """Replace the parameters x_i in a message by their change: D_i = x - x_i."""
+        """Replace a message's parameters x_i by their change since the anchor: D_i = x - x_i.
+
+        Args:
+            index: The number of the message in `model.parameters`.
+        """
         flat, anchor = self.model.parameters[index], self.anchors[index].buffer
-        # Workers began from the anchor in the parameters' own type.
+        # Round the anchor as the parameters were rounded when the worker began from it.
         began = anchor.to(flat.of[0].dtype).to(anchor.dtype)
         flat.buffer.neg_().add_(began)
 
     def outer_step(self, rates: Sequence[float] | None) -> None:
-        """Step on the anchor with the mean change D, which is in the messages, as gradient.
+        """Update the anchor by one outer step; the mean change D in the messages is its gradient.
 
         Args:
-            rates: The inner learning rate of each parameter, in the model's order: the outer
-                momentum is in units of it. A parameter with rate 0 has no such unit: it takes the
-                plain mean, and its momentum stays.
+            rates: The inner learning rate of each parameter, in the model's order, as the unit of
+                the outer momentum. A parameter with rate 0 moves by the plain mean, and its
+                momentum stays. None: the momentum has no such unit.
         """
         assert self.outer is not None, "there are anchors"
         for value, change in zip(self._values, self._changes, strict=True):
             value.grad = change
         if rates is not None:
-            groups = self.outer.param_groups  # one for each parameter
+            # With `rescale`, each parameter has a parameter group of its own.
+            groups = self.outer.param_groups
             rows = zip(self._values, self._changes, groups, rates, strict=True)
             for value, change, group, rate in rows:
                 if rate:
@@ -137,9 +165,9 @@ class Fragment:
             value.grad = None
 
     def plain_step(self) -> None:
-        """Step to the mean: x <- x - D, and drop the momentum.
+        """Move the anchor to the plain average, x <- x - D, and drop the outer momentum.
 
-        The momentum of many steps must not follow a round of few.
+        The momentum comes from full rounds, so it would be too large for a round of fewer steps.
         """
         for flat, anchor in zip(self.model.parameters, self.anchors, strict=True):
             anchor.buffer.sub_(flat.buffer)
@@ -153,7 +181,7 @@ class Fragment:
     # ---- restarts ----
 
     def save(self, step: int) -> dict[str, Any]:
-        """Return the state for a restart before *step*; tensors are in the model's order."""
+        """Return the state for a restart before *step*, with tensors in the model's order."""
         return {
             "anchors": by_parameter(self._run, self.anchors),
             "outer": self.outer.state_dict()["state"] if self.outer else {},
@@ -163,7 +191,12 @@ class Fragment:
         }
 
     def load(self, step: int, saved: dict[str, Any]) -> None:
-        """Go on from what `save` gave. Options are those of now."""
+        """Continue from the state that `save` returned, with the current options.
+
+        Args:
+            step: The next step of the run.
+            saved: The state from `save`.
+        """
         copy_into(by_parameter(self._run, self.anchors), saved["anchors"])
         copy_into([flat.buffer for flat in self.averaged], saved["averaged"])
         if self.outer is not None:
@@ -181,14 +214,15 @@ def _like(flat: FlatTensors) -> FlatTensors:
 
 @dataclass
 class PendingAverage:
-    """An average under way.
+    """An average in flight.
 
     Attributes:
         fragment: The number of its fragment.
-        due: It is applied after this step.
-        weights: Becomes the mean of the workers' weights, and of how many still train.
-        pending: The messages under way.
-        moments: Messages of the inner optimizer's state, where that is averaged, too.
+        due: The step after which the average is applied.
+        weights: Two elements: this worker's weight, and 1 if it still trains. The average over
+            workers replaces them.
+        pending: The messages in flight.
+        moments: Messages of the inner optimizer's state with ``state=average``, else empty.
         share: This worker's weight.
     """
 
@@ -206,7 +240,19 @@ class PendingAverage:
 
 
 def make_fragments(options: Options, run: Run) -> list[Fragment]:
-    """Cut the model into fragments. One alone has the messages of the planned buckets."""
+    """Cut the model into fragments.
+
+    Args:
+        options: The method's options, with the number of fragments.
+        run: The training.
+
+    Returns:
+        The fragments, in the order in which they are sent. A single fragment has one message for
+        each bucket of the run.
+
+    Raises:
+        UsageError: The model has fewer parameters than fragments.
+    """
     if options.fragments == 1:
         whole = [bucket.parameters for bucket in run.buckets]
         return [Fragment(options, run, whole, run.own_buffers)]
@@ -220,10 +266,21 @@ def make_fragments(options: Options, run: Run) -> list[Fragment]:
 def deal_out(
     options: Options, parameters: Sequence[torch.nn.Parameter]
 ) -> list[list[torch.nn.Parameter]]:
-    """Deal parameters to fragments of about one size: the largest fragment is a link's peak.
+    """Distribute parameters over fragments of about equal size.
 
-    The largest parameter goes first, to the smallest fragment. So neighbours of one size are in
-    different fragments, as in the paper's strided ones.
+    The largest fragment sets the peak load of a link. Parameters are placed in order of falling
+    size, each into the smallest fragment. So neighbours of equal size are in different fragments,
+    as in the paper's strided fragments.
+
+    Args:
+        options: The method's options, with the number of fragments.
+        parameters: The model's parameters.
+
+    Returns:
+        The parameters of each fragment, in the model's order.
+
+    Raises:
+        UsageError: There are fewer parameters than fragments.
     """
     count = options.fragments
     if count > len(parameters):
@@ -241,13 +298,13 @@ def deal_out(
     return [[parameters[i] for i in sorted(own)] for own in members]
 
 
-# ---- in the order in which checkpoints keep tensors ----
+# ---- the order of tensors in checkpoints ----
 
 
 def by_parameter(run: Run, flats: Sequence[FlatTensors]) -> list[torch.Tensor]:
-    """Return the messages' parts of each parameter, in the model's order.
+    """Return each parameter's view into the messages, in the model's order.
 
-    A restart may send parameters in other buckets.
+    Checkpoints use this order because a restart may have other buckets.
     """
     number = {id(parameter): i for i, parameter in enumerate(run.parameters)}
     found = [
@@ -259,35 +316,41 @@ def by_parameter(run: Run, flats: Sequence[FlatTensors]) -> list[torch.Tensor]:
 
 
 def message_tensors(run: Run, model: ModelAverager) -> list[torch.Tensor]:
-    """Return the contents of a model's messages: by parameter, and then all others."""
+    """Return the tensors of a model's messages: one for each parameter, then statistics and counters."""
     rest = [flat.buffer for flat in (*model.statistics, *model.counters)]
     return by_parameter(run, model.parameters) + rest
 
 
 def copy_into(own: Sequence[torch.Tensor], saved: Sequence[torch.Tensor]) -> None:
-    """Copy saved tensors into their places."""
+    """Copy each saved tensor into the tensor at the same position of *own*."""
     for tensor, value in zip(own, saved, strict=True):
         tensor.copy_(value)
 
 
-# ---- the inner optimizer's state, where workers average it ----
+# ---- averaging of the inner optimizer's state (state=average) ----
 
 MOMENTS = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-"""The names under which torch's optimizers keep their moments.
+"""The state keys under which torch's optimizers store their moments.
 
-The moments themselves are averaged, never the root of the second: that is Local Adam's mean.
-Counters of steps stay each worker's own.
+As in Local Adam, workers average the second moment itself, not its root. They do not average step
+counters.
 """
 
 
 def optimizer_state_names(optimizer: torch.optim.Optimizer) -> dict[int, list[str]]:
-    """Return the names of each parameter's moments, by the parameter's identity.
+    """Return which moments an optimizer keeps for each parameter.
 
-    All workers get the same names, also one that has not trained yet: a copy of the optimizer
-    steps on a parameter of one element.
+    A copy of the optimizer takes a step on a parameter of one element, and its state shows the
+    moments. So all workers get the same names, even a worker that has not trained yet.
+
+    Args:
+        optimizer: The inner optimizer.
+
+    Returns:
+        The names out of `MOMENTS`, by the ``id`` of the parameter.
 
     Raises:
-        UsageError: Where the copy cannot step.
+        UsageError: The copy cannot step on a single parameter.
     """
     found: dict[int, list[str]] = {}
     for group in filter(lambda group: group["params"], optimizer.param_groups):
@@ -312,7 +375,7 @@ def optimizer_state_names(optimizer: torch.optim.Optimizer) -> dict[int, list[st
 
 
 def require_moments(options: Options, run: Run) -> None:
-    """Raise `UsageError` where the optimizer keeps nothing that could be averaged."""
+    """Raise `UsageError` if the run's optimizer keeps no moments that workers could average."""
     assert run.optimizer is not None, "workers update"
     if not any(optimizer_state_names(run.optimizer).values()):
         raise UsageError(
@@ -323,7 +386,16 @@ def require_moments(options: Options, run: Run) -> None:
 
 
 def flatten_moments(model: ModelAverager, run: Run) -> list[FlatTensors]:
-    """Make messages of the moments of a model's parameters; zeros where none was trained yet."""
+    """Pack the moments of a model's parameters into messages.
+
+    Args:
+        model: The parameters.
+        run: The training, with the inner optimizer.
+
+    Returns:
+        One message for each of the model's messages and each kind of moment in it. A parameter
+        that was not trained yet has moments of zeros.
+    """
     assert run.optimizer is not None, "workers update"
     names = optimizer_state_names(run.optimizer)
     known = {
@@ -353,9 +425,9 @@ def _moment(
 
 
 def learning_rates(run: Run, parameters: Iterable[torch.Tensor]) -> list[float]:
-    """Return the inner optimizer's present learning rate of each parameter.
+    """Return the inner optimizer's current learning rate of each parameter.
 
-    1 for a parameter that the optimizer does not have: it does not move.
+    A parameter outside the optimizer has rate 1. It never moves, so the value has no effect.
     """
     assert run.optimizer is not None, "workers update"
     rates = {

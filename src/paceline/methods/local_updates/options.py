@@ -1,4 +1,8 @@
-"""Hyperparameters of local updates, the checks on them, and groups of workers."""
+"""Hyperparameters of local-update methods, their checks, and groups of workers.
+
+- `Options`: the hyperparameters that all presets share.
+- `check_group`, `places_of`, `own_group`: the option `group`, resolved to a group of ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +19,40 @@ from paceline.interfaces import Comm, Run
 OptimizerState = Literal["local", "average"]
 
 SHORT_ROUNDS = 50
-"""Rounds of fewer steps are short."""
+"""Rounds of fewer steps than this count as short."""
 GAIN_OF_SHORT, GAIN_OF_LONG = 3.0, 7.0
-"""The most that eta/(1-b) should be for short rounds, and for those of hundreds of steps."""
+"""The largest recommended eta/(1-b): for short rounds, and for rounds of hundreds of steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The hyperparameters of all local-update methods; presets have other defaults.
+    """Holds and checks the hyperparameters of all local-update methods; presets set other defaults.
 
     Attributes:
         sync_every: H: steps from one average of all workers to the next.
         sync_each_step_until: Average after every step before this one.
         outer_learning_rate: eta of the outer optimizer, whose gradient is the change of a round. With 1 and no
-            momentum the average is the model.
-        outer_momentum: b of the outer optimizer.
+            momentum the outer step is plain averaging.
+        outer_momentum: b of the outer optimizer, from 0 to less than 1.
         nesterov: Use Nesterov momentum in the outer optimizer.
         rescale: Keep the outer momentum in units of the inner learning rate, so that it decays with it.
-        group: Workers that also average between two averages of all: ``rack`` or ``host`` of the cluster
-            file, or a number of workers in rank order. ``all``: none do.
+        group: Groups of workers that also average between two averages of all: ``rack`` or ``host`` of the
+            cluster file, or a number of workers in rank order. ``all``: no groups.
         group_every: Steps from one average of a group to the next.
         fragments: P: parts of the model that are sent in turn, each every H steps.
         delay: tau: steps from sending an average to applying it.
-        keep_local: alpha: share of its own parameters that a worker then keeps.
-        state: The inner optimizer's state stays on each worker (``local``), or is averaged in each round
-            (``average``).
+        keep_local: alpha: share of its own parameters that a worker keeps when an average is applied, from 0
+            (the average) to 1 (its own).
+        state: Whether the inner optimizer's state stays on each worker (``local``) or is averaged in each
+            round (``average``).
     """
 
     name: ClassVar[str] = "local-updates"
     symmetric: ClassVar[bool] = True
     differences: ClassVar[bool] = False
-    """Workers send what parameters have moved since the last average of all, not the parameters.
+    """Whether workers send the change of the parameters since the last average of all workers.
 
-    Compression sets it. It keeps one more copy of the model.
+    Otherwise they send the parameters. Compression sets it. It costs one more copy of the model.
     """
 
     sync_every: int = 8
@@ -70,28 +75,28 @@ class Options:
         self._check_groups()
 
     def with_differences(self) -> Self:
-        """Return the same options with *differences*."""
+        """Return a copy of the options in which `differences` is True."""
         changed = copy.copy(self)
         object.__setattr__(changed, "differences", True)
         return changed
 
     @property
     def keeps_anchor(self) -> bool:
-        """Whether workers keep the parameters from which a round began.
+        """Whether workers keep a copy of the parameters from which a round began.
 
-        Without an anchor a round's result is the average itself.
+        Without this anchor, the average of the parameters is the result of a round.
         """
         late = self.keep_local > 0 or self.delay > 0
         return self.is_outer or late or self.differences
 
     @property
     def is_outer(self) -> bool:
-        """Whether the outer optimizer does anything but take the plain average."""
+        """Whether the outer step differs from plain averaging."""
         return self.outer_momentum != 0 or self.outer_learning_rate != 1
 
     @property
     def has_groups(self) -> bool:
-        """Whether groups of workers average between the averages of all."""
+        """Whether groups of workers average between two averages of all workers."""
         return self.group not in ("", "all")
 
     @property
@@ -101,16 +106,24 @@ class Options:
 
     @property
     def gain(self) -> float:
-        """How far a lasting change per round moves the model, in units of that change."""
+        """How far the same change in every round moves the model, in units of that change."""
         return self.outer_learning_rate / (1 - self.outer_momentum)
 
     @property
     def learns_for(self) -> int:
-        """Steps before the first delayed average is applied: until then no worker waits."""
+        """Steps before the first delayed average is applied; no worker waits before that."""
         return self.fragment_interval + self.delay if self.delay else 0
 
     def outer_optimizer(self, anchors: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-        """Return the optimizer of the anchors: SGD, with a parameter group each under *rescale*."""
+        """Create the outer optimizer.
+
+        Args:
+            anchors: The tensors that it updates.
+
+        Returns:
+            SGD with the outer learning rate and momentum. With `rescale`, each anchor has a
+            parameter group of its own.
+        """
         groups = [[anchor] for anchor in anchors] if self.rescale else [list(anchors)]
         return torch.optim.SGD(
             [{"params": group} for group in groups],
@@ -120,7 +133,12 @@ class Options:
         )
 
     def describe_gain(self) -> str | None:
-        """Return a sentence on the outer optimizer; None where it takes the plain average."""
+        """Describe how far the outer optimizer moves the model.
+
+        Returns:
+            A sentence for the user, with a recommendation if the gain is large for the length of a
+            round. None if the outer step is plain averaging.
+        """
         if not self.is_outer:
             return None
         first = 1 + (self.outer_momentum if self.nesterov else 0.0)
@@ -140,7 +158,7 @@ class Options:
             f"{most:g}"
         )
 
-    # ---- what goes with what ----
+    # ---- checks of the options and their combinations ----
 
     def _check_counts(self) -> None:
         for key in ("sync_every", "group_every", "fragments"):
@@ -218,7 +236,7 @@ class Options:
 
 
 def check_group(method: str, group: str) -> None:
-    """Raise `UsageError` unless a method's *group* is a place, or a number of workers."""
+    """Raise `UsageError` unless a method's *group* is rack, host, or a number of workers from 2."""
     if group in ("rack", "host"):
         return
     if not group.isdecimal():
@@ -232,7 +250,20 @@ def check_group(method: str, group: str) -> None:
 
 
 def own_group(options: Options, run: Run) -> Comm | None:
-    """Return this worker's group; None where there are none. Collective."""
+    """Return the communicator of this worker's group. Collective.
+
+    It reports to the user if groups have no effect.
+
+    Args:
+        options: The method's options, with the group.
+        run: The training.
+
+    Returns:
+        The communicator; None if the options have no groups.
+
+    Raises:
+        UsageError: The group needs a cluster file, and there is none or it is of another job.
+    """
     if not options.has_groups:
         return None
     places = places_of(options.name, options.group, run)
@@ -252,10 +283,19 @@ def own_group(options: Options, run: Run) -> Comm | None:
 
 
 def places_of(method: str, group: str, run: Run) -> list[int]:
-    """Return the number of each rank's group.
+    """Return the number of the group to which each rank belongs.
+
+    Args:
+        method: The method's name, for errors.
+        group: ``rack``, ``host``, or a number of workers in rank order.
+        run: The training, with its cluster.
+
+    Returns:
+        One group number for each rank.
 
     Raises:
-        UsageError: Where the network is not known, or is one of other workers.
+        UsageError: The group needs a cluster file, and there is none or it has another number of
+            workers.
     """
     if group.isdecimal():
         return [rank // int(group) for rank in range(run.comm.size)]

@@ -1,4 +1,10 @@
-"""Presets of local updates: the defaults of their papers, under the papers' names."""
+"""Presets of local-update methods: each has its paper's name and defaults.
+
+- `LocalSGD`, `PostLocalSGD`, `HierarchicalLocalSGD`: plain averaging of the parameters.
+- `SlowMo`, `DiLoCo`: an outer optimizer with momentum.
+- `StreamingDiLoCo`: fragments of the model, and averages that overlap training.
+- `SparseLoCo`: sparse, quantized parameter changes.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +18,13 @@ from paceline.methods.local_updates.rounds import LocalUpdates
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(LocalUpdates):
-    """Local SGD: every worker steps by itself, and parameters are averaged every so many steps.
+    """Local SGD: each worker trains alone, and all average their parameters every `sync_every` steps.
 
     Stich, "Local SGD converges fast and communicates little" (ICLR 2019); McMahan et al.,
-    "Communication-efficient learning of deep networks from decentralized data" (AISTATS 2017),
-    whose FedAvg it is where all workers take part in each round.
+    "Communication-efficient learning of deep networks from decentralized data" (AISTATS 2017). It
+    equals their FedAvg with all workers active in each round.
 
-    With `state=average` the optimizer's moments are averaged, too: Local Adam.
+    With `state=average`, workers also average the optimizer's moments: this is Local Adam.
     """
 
     name: ClassVar[str] = "local-sgd"
@@ -41,15 +47,15 @@ class LocalSGD(LocalUpdates):
 
 @dataclass(frozen=True, kw_only=True)
 class PostLocalSGD(LocalUpdates):
-    """Post-local SGD: means in each step at first, and in every 16th later.
+    """Post-local SGD: workers average in every step at first, and in every 16th step later.
 
     Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020). Early
-    steps change most, and there workers that go apart lose accuracy; later, local steps even
-    help to generalize.
+    steps change the model most, so local steps lose accuracy there. Later, local steps even improve
+    generalization.
 
-    Parameters are averaged also while that is done in each step, with momenta that stay each
-    worker's own, as in the authors' code: under SGD that is bsp. Theirs begins to average rarely
-    at the first decay of the learning rate (epoch 150 of 300): give `sync_each_step_until` as that step.
+    In the first phase, too, workers average parameters, not gradients, and each keeps its own
+    momentum, as in the authors' code. With SGD this equals bsp. The authors end the first phase at
+    the first decay of the learning rate (epoch 150 of 300): set `sync_each_step_until` to that step.
     """
 
     name: ClassVar[str] = "post-local-sgd"
@@ -77,21 +83,21 @@ class PostLocalSGD(LocalUpdates):
 
     @property
     def learns_for(self) -> int:
-        """Steps until it averages as seldom as it will."""
+        """Steps of the first phase, after which workers average every `sync_every` steps."""
         return self.sync_each_step_until
 
 
 @dataclass(frozen=True, kw_only=True)
 class HierarchicalLocalSGD(LocalUpdates):
-    """Hierarchical local SGD: means inside each rack often, and of all workers rarely.
+    """Hierarchical local SGD: workers average often inside their rack, and seldom over all racks.
 
     Lin, Stich, Patel and Jaggi, "Don't use large mini-batches, use local SGD" (ICLR 2020),
-    section 5; Castiglia, Das and Patterson, "Multi-level local SGD" (ICLR 2021). It fits racks
-    with thin uplinks: most means never leave a rack.
+    section 5; Castiglia, Das and Patterson, "Multi-level local SGD" (ICLR 2021). It suits racks
+    with thin uplinks, since most averages stay inside a rack.
 
-    With `group_every=1` and SGD a rack is one worker of local SGD with bsp inside. Groups are
-    `rack`, `host`, or a number of workers (the last group may have fewer). Who has trained on
-    more samples since the last mean of a kind weighs more in it.
+    With `group_every=1` and SGD, each rack acts as one worker of local SGD that runs bsp inside.
+    Groups are `rack`, `host`, or a number of workers (the last group may have fewer). A worker that
+    has trained on more samples since the last average of the same kind has a larger weight.
     """
 
     name: ClassVar[str] = "hierarchical-local-sgd"
@@ -124,19 +130,19 @@ class HierarchicalLocalSGD(LocalUpdates):
 
 @dataclass(frozen=True, kw_only=True)
 class SlowMo(LocalUpdates):
-    """SlowMo: local SGD with a slow outer momentum.
+    """SlowMo: adds a slow outer momentum to local SGD.
 
     Wang, Tantia, Ballas and Rabbat, "SlowMo: improving communication-efficient distributed SGD
     with slow momentum" (ICLR 2020), algorithm 1 over local SGD. At a constant learning rate it is
-    heavy ball on what each round has moved, and so is BMUF (Chen and Huo, ICASSP 2016), whose
+    heavy-ball momentum on the change of each round. So is BMUF (Chen and Huo, ICASSP 2016), whose
     momentum is 1-1/n.
 
         D = mean(x - x_i);   u <- b*u + D/lr;   x <- x - eta*lr*u
 
-    The outer momentum u is in units of the learning rate lr of the moment (of each parameter
-    group), so it fades as lr falls, which is often what one wants: `rescale=false` is without.
-    Where lr is 0 there is no such unit, and the plain mean is taken. Defaults are those of the
-    authors' implementation in fairscale: 48 steps, b = 0.5, eta = 1 (their alpha).
+    The outer momentum u is in units of the current learning rate lr of each parameter group, so its
+    effect decays with lr. `rescale=false` turns this off. Parameters whose lr is 0 take the plain
+    average. Defaults are those of the authors' implementation in fairscale: 48 steps, b = 0.5,
+    eta = 1 (their alpha).
     """
 
     name: ClassVar[str] = "slowmo"
@@ -167,7 +173,7 @@ class SlowMo(LocalUpdates):
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(LocalUpdates):
-    """DiLoCo: hundreds of local steps, and then an outer step with Nesterov momentum.
+    """DiLoCo: workers take hundreds of local steps, then an outer step with Nesterov momentum.
 
     Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023),
     algorithm 1: inner AdamW, whose state stays on each worker, H = 500, outer SGD with learning
@@ -175,10 +181,11 @@ class DiLoCo(LocalUpdates):
 
         D = mean(x - x_i);   u <- b*u + D;   x <- x - eta*(D + b*u)
 
-    These are the paper's defaults, and no safe ones: the first round moves the model 1.33 times
-    as far as the mean of the workers, and a lasting direction 7 times, eta/(1-b). For rounds
-    of less than 50 steps choose 1 to 3; Google's MaxText ships 0.3 and runs 0.1.
-    Evaluations see the outer parameters x, not what the workers make of them.
+    These are the paper's defaults, and they are not safe for every model. The first round moves the
+    model 1.33 times as far as plain averaging. Rounds that all go in one direction move it 7 times
+    as far, eta/(1-b). For rounds of less than 50 steps, choose options with a factor of 1 to 3.
+    Google's MaxText has an outer learning rate of 0.3 by default, and 0.1 in its runs. Evaluations
+    use the outer parameters x, not the workers' own.
     """
 
     name: ClassVar[str] = "diloco"
@@ -211,22 +218,22 @@ class DiLoCo(LocalUpdates):
 
 @dataclass(frozen=True, kw_only=True)
 class StreamingDiLoCo(LocalUpdates):
-    """Streaming DiLoCo: the model travels in fragments, by turns, while training goes on.
+    """Streaming DiLoCo: workers send the model in fragments, in turn, while training continues.
 
     Douillard et al., "Streaming DiLoCo with overlapping communication" (2025). Each fragment has
-    its round of H steps, and they follow each other at distances of H/P. A mean is used tau steps
-    after it was sent, so that nobody waits for it. Then a worker keeps a part alpha of its own:
+    rounds of H steps, and a fragment is sent every H/P steps. Its average is applied tau steps after
+    it was sent, so no worker waits for it. A worker then keeps a share alpha of its own parameters:
 
         x_i <- alpha*x_i + (1 - alpha)*x
 
-    The peak of what a link carries is the largest fragment, so they are of about one size.
-    What a worker has done in the `delay` steps before a mean comes is lost but for the part that
-    it keeps (`keep_local`); that part counts in the next round's change once more. Defaults: tau 5,
-    alpha 0.5, H 100, outer learning rate 0.4 and momentum 0.9, as in the paper; its 4-bit codes
-    are `compression=`'s business.
+    The largest fragment sets the peak load of a link, so fragments are about equal in size. A
+    worker's progress during the `delay` steps is lost except for the share that it keeps
+    (`keep_local`). The next round's change counts that share once more. Defaults are the paper's:
+    tau = 5, alpha = 0.5, H = 100, outer learning rate 0.4 and momentum 0.9. For its 4-bit messages,
+    set `compression=`.
 
-    Differs from the paper in that fragments are made of parameters by their sizes, and not of
-    every so many-th layer.
+    Unlike the paper, which strides over layers, this implementation forms fragments by the sizes of
+    parameters.
     """
 
     name: ClassVar[str] = "streaming-diloco"
@@ -261,25 +268,29 @@ class StreamingDiLoCo(LocalUpdates):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseLoCo(LocalUpdates):
-    """SparseLoCo: what 30 local steps have moved, as few of its largest elements in 2 bits each.
+    """SparseLoCo: workers send the largest elements of a round's change, in 2 bits each.
 
     Sarfi et al., "Communication efficient LLM pre-training with SparseLoCo" (arXiv 2508.15706, 2025).
-    Each worker keeps what it has not sent yet, and forgets a part of it in each round; that takes
-    the place of an outer momentum, so there is none:
+    Each worker keeps the unsent part of its changes as error feedback, and decays it in each round.
+    This replaces the outer momentum:
 
         e_i <- beta*e_i + (x - x_i);   c_i = Q(TopK(e_i))
         e_i <- e_i - c_i;   x <- x - eta*mean(c_i)
 
     TopK takes the k largest elements of each chunk of a tensor, and Q rounds them to 2 bits.
 
-    It is `diloco` with other options. Unless another compression is named it has top-k in chunks of 4,096
-    elements with k = 64, and error feedback with beta = 0.95, each a key of `compression`.
-    `compression=none` sends the whole change. The paper goes from 1 to 3 % of the elements and from
-    15 steps a round to 250; these values, H = 30 and eta = 1 are those of the family's published training code.
+    It is `diloco` with other options. The default compression is top-k in chunks of 4,096 elements
+    with k = 64, and error feedback with beta = 0.95; each is a key of `compression`.
+    `compression=none` sends the whole change. The paper tries 1 to 3 % of the elements, and 15 to
+    250 steps a round. These values, H = 30 and eta = 1 come from the family's published training
+    code.
 
-    Ours: tensors of one dimension, and small ones, are sent as they are. The mean counts a worker
-    that has not sent an element as one that has sent a zero. Workers weigh what they have trained on.
-    What is left of the last round goes without a code, and what workers keep back then is dropped.
+    Choices of this implementation:
+
+    - Tensors of one dimension, and small tensors, are not compressed.
+    - An element that a worker has not sent counts as zero in the average.
+    - A worker's weight is the number of samples that it has trained on.
+    - The rest of the last round is sent uncompressed, and the error feedback is then dropped.
     """
 
     name: ClassVar[str] = "sparse-loco"

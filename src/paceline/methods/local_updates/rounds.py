@@ -1,4 +1,4 @@
-"""The program of all local updates: rounds of inner steps, and an outer step after each.
+"""The algorithm of all local-update methods: rounds of inner steps, each followed by an outer step.
 
     round:  H inner steps of each worker;  D_i = x - x_i;  D = sum w_i D_i / sum w_i
     outer:  u <- b*u + D;   x <- x - eta*(D + b*u) (Nesterov), or x - eta*u
@@ -6,17 +6,22 @@
 
 Theory of operation
 -------------------
-Everything happens after the update. Each step counts what was trained (`TrainedSince`). In the
-steps of a round a fragment of the model is sent (`_send`) and its average is applied (`_apply`), at
-once or `delay` steps later. The step's number alone says which fragment: workers agree on nothing.
+All work happens after the optimizer's update:
 
-A worker that is out of data goes on through the rounds. Its weight in the next one is what it has
-trained since the last. In a round in which no worker trains any more the average is taken
-plainly, without outer momentum, and so is what is left after it (`_finish_fragments`).
+1. Every step adds this worker's samples to the counts (`TrainedSince`).
+2. At the end of a round, workers send a fragment of the model (`_send`).
+3. They apply its average (`_apply`), at once or `delay` steps later.
 
-Only differences are compressed. The parameters themselves are as large as they are whatever has
-moved, so their compression error would be larger than the change. Compression may leave much of a
-change to a later round, so the last round is formed once more without it.
+The step number determines the fragment, so workers need no agreement.
+
+A worker that is out of data continues to take part in rounds. Its weight in the next round is the
+number of samples it has trained on since the last one. If no worker trains any more, workers take
+the plain average, without outer momentum. The same holds for changes after the last round
+(`_finish_fragments`).
+
+Only differences are compressed. The compression error grows with the compressed values. Parameters
+stay large however little they change, so their compression error would exceed the change.
+Compression may defer much of a change to a later round, so the last round is repeated uncompressed.
 """
 
 from __future__ import annotations
@@ -52,12 +57,12 @@ from paceline.methods.local_updates.options import Options, own_group
 from paceline.methods.model_averaging import FlatTensors
 
 DELAYED = "outer"
-"""The channel of delayed averages: what the script sends meanwhile never waits for them."""
+"""The channel of delayed averages, so that the script's own collectives never wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalUpdates(Options):
-    """Workers step by themselves, and average their models every so many steps."""
+    """The base of all presets: workers train alone, and average their models every `sync_every` steps."""
 
     consistency: ClassVar[Consistency] = "local"
     updates_on: ClassVar[UpdatesOn] = "worker"
@@ -83,11 +88,11 @@ class LocalUpdates(Options):
 
     @property
     def consolidates_together(self) -> bool:
-        """Without an anchor the result is the average of all models."""
+        """Whether `consolidate` is collective: without anchors it averages all models."""
         return not self.keeps_anchor
 
     def compressed_by(self, compressor: str) -> Self:
-        """With differences, which alone are compressed."""
+        """Return options in which workers send differences, since only differences are compressed."""
         return self.with_differences()
 
     def start(self, run: Run) -> LocalUpdatesWorker:
@@ -101,13 +106,20 @@ class LocalUpdates(Options):
 
 
 class LocalUpdatesWorker:
-    """One worker's hooks. *group*: the workers that average between two averages of all; None: none do."""
+    """Runs the algorithm on one worker, as hooks of a training.
+
+    Args:
+        run: The training.
+        options: The method's options.
+        group: The communicator of this worker's group, which also averages between two averages of
+            all workers. None: there are no groups.
+    """
 
     def __init__(self, run: Run, options: Options, group: Comm | None = None) -> None:
         self.run, self.options, self.group = run, options, group
         self.fragments = make_fragments(options, run)
         self.pending: list[PendingAverage] = []
-        """In the order in which they are applied."""
+        """Averages in flight, in the order in which they are applied."""
         self.since_group = TrainedSince()
         self._has_reported_rate_0 = False
 
@@ -123,7 +135,7 @@ class LocalUpdatesWorker:
             self._hold_round()
 
     def _count(self) -> None:
-        """Count the samples of a step."""
+        """Add this step's samples to all counts."""
         weight = self.run.weight * self.run.comm.size
         for fragment in self.fragments:
             fragment.since.weight += weight
@@ -135,7 +147,7 @@ class LocalUpdatesWorker:
             sent = self._send(0, since=self.since_group, among=self.group)
             self._apply(sent, in_group=True)
             return
-        # One fragment a round, in turn: all workers have had as many rounds.
+        # Fragments take turns. All workers have had equally many rounds, so they pick the same one.
         rounds = sum(fragment.rounds for fragment in self.fragments)
         number = rounds % self.options.fragments
         sent = self._send(number, since=self.fragments[number].since)
@@ -150,11 +162,11 @@ class LocalUpdatesWorker:
     def _send(
         self, number: int, *, since: TrainedSince, among: Comm | None = None
     ) -> PendingAverage:
-        """Send fragment *number*, to be averaged among all or in a group. Collective.
+        """Start to average fragment *number* over all workers, or over the group *among*. Collective.
 
-        Each worker's weight w travels beside it: the averages of w*D and of w arrive. If there is an anchor,
-        and the average is of all workers, D is the change since the anchor. Else it is the parameters
-        themselves, which are assigned as they are: x - (x - x_i) would be rounded.
+        Workers also send their weights w, so the averages of w*D and of w arrive. With an anchor and all
+        workers, D is the change since the anchor. Otherwise D is the parameters, which `_apply` assigns
+        unchanged, since x - (x - x_i) would add rounding errors.
         """
         run, options = self.run, self.options
         fragment = self.fragments[number]
@@ -202,7 +214,7 @@ class LocalUpdatesWorker:
         return sent
 
     def _apply(self, sent: PendingAverage, *, in_group: bool = False) -> None:
-        """Wait for an average, and continue from it. If no worker has trained, nothing changes."""
+        """Wait for an average, and apply it to the model. If no worker has trained, nothing changes."""
         sent.wait()
         options, fragment = self.options, self.fragments[sent.fragment]
         model = fragment.model
@@ -210,7 +222,7 @@ class LocalUpdatesWorker:
         model.scatter_counters()
         if not total:
             return
-        # The last round, of what is left when all are out of data, is a plain mean.
+        # All workers are out of data: the rest of the last round is averaged plainly.
         plain = not active
         if plain and options.differences and not in_group:
             self._send_uncompressed(fragment, sent.share)
@@ -233,9 +245,10 @@ class LocalUpdatesWorker:
             _scatter_mixed(anchor, 0.0 if plain else options.keep_local)
 
     def _send_uncompressed(self, fragment: Fragment, share: float) -> None:
-        """Form the last round once more, with the compression error of it: no later round brings that.
+        """Average the changes of the last round again, uncompressed. Collective.
 
-        No worker has trained since it was sent. Collective.
+        No later round would correct its compression error. No worker has trained since it was sent, so
+        the changes can be computed again.
         """
         pending = []
         for index, flat in enumerate(fragment.model.parameters):
@@ -247,7 +260,7 @@ class LocalUpdatesWorker:
             one.wait()
 
     def _rates(self, fragment: Fragment) -> list[float] | None:
-        """The inner learning rates, in units of which the outer momentum is kept; or None."""
+        """Return the inner learning rates as units of the outer momentum; None without `rescale`."""
         if not self.options.rescale:
             return None
         rates = learning_rates(self.run, fragment.parameters)
@@ -271,10 +284,10 @@ class LocalUpdatesWorker:
             self.run.broadcast_model(source)
 
     def _finish_fragments(self) -> None:
-        """Average the changes after the last round plainly, and drop the outer momentum.
+        """Average the changes after the last round plainly, and drop the outer momentum. Collective.
 
-        Workers weigh the samples that they have trained on since a fragment's last average. If no worker has
-        trained since then, nothing changes. Collective.
+        A worker's weight is the number of samples it has trained on since a fragment's last average. If no
+        worker has trained since then, no average is formed, and with `keep_local` the anchor is loaded.
         """
         for fragment, total in zip(self.fragments, self._totals(), strict=True):
             if total:
@@ -289,10 +302,13 @@ class LocalUpdatesWorker:
 
     @torch.no_grad()
     def consolidate(self) -> Callable[[], None]:
-        """Put the anchors into the model; without anchors, the average of all workers' models.
+        """Load the model to evaluate or save: the anchors, or without anchors the average of all models.
 
-        Workers weigh the samples that they have trained on since the last average of all; without any, models
-        are equal.
+        A worker's weight in the average is the number of samples it has trained on since the last average
+        of all workers. If no worker has trained since then, all models are already equal.
+
+        Returns:
+            A function that restores this worker's own model.
         """
         restores = [fragment.model.snapshot() for fragment in self.fragments]
 
@@ -310,7 +326,7 @@ class LocalUpdatesWorker:
         return undo
 
     def _totals(self) -> list[float]:
-        """What all workers weigh together, for each fragment. Collective."""
+        """Return the sum of all workers' weights, for each fragment. Collective."""
         own = [fragment.since.weight for fragment in self.fragments]
         device = self.run.parameters[0].device
         totals = torch.tensor(own, dtype=torch.float64, device=device)
@@ -320,10 +336,10 @@ class LocalUpdatesWorker:
 
     @torch.no_grad()
     def parameters_replaced(self) -> None:
-        """Begin a round from the new parameters.
+        """Begin a round from parameters that the script has replaced.
 
-        Nothing changes where they are the anchor's, as those of a checkpoint are that another
-        number of workers goes on from.
+        Nothing changes if they equal the anchor. This is so after loading a checkpoint of another number
+        of workers.
         """
         anchored = self.options.keeps_anchor
         if anchored and all(fragment.is_at_anchor() for fragment in self.fragments):
@@ -336,7 +352,7 @@ class LocalUpdatesWorker:
         self.since_group.begin(self.run.step)
 
     def _drop_pending(self) -> None:
-        """Averages under way are of another model; their buffers are written to until the end."""
+        """Discard averages in flight. Wait for them first, since they still write to their buffers."""
         for sent in self.pending:
             sent.wait()
         self.pending.clear()
@@ -345,12 +361,15 @@ class LocalUpdatesWorker:
 
     @property
     def _layout(self) -> list[Any]:
-        """The options that decide which tensors a checkpoint has."""
+        """The options that determine which tensors a checkpoint contains."""
         options = self.options
         return [options.fragments, options.keeps_anchor, options.outer_momentum > 0]
 
     def save_state(self) -> dict[str, Any]:
-        """Wait for averages under way: all workers have sent their part."""
+        """Return the state for a checkpoint, after waiting for all averages in flight.
+
+        The wait ends because all workers have sent their parts.
+        """
         run = self.run
         for sent in self.pending:
             sent.wait()
@@ -390,10 +409,16 @@ class LocalUpdatesWorker:
         self.since_group = TrainedSince.load(run.step, saved["since_group"])
 
     def redistribute_state(self, parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        """Anchors, momenta and averages under way are equal on all workers.
+        """Merge the states of all workers for another number of workers.
 
-        A round begins: what each worker has trained since is in the model, or, where there is an
-        anchor, gone.
+        Anchors, momenta and averages in flight are equal on all workers. A new round begins. The changes of
+        the unfinished round are in the model; with anchors, they are dropped.
+
+        Args:
+            parts: The state of each worker.
+
+        Returns:
+            The state for every new worker.
         """
         first = next(iter(parts))
         for fragment in first["fragments"]:
@@ -403,7 +428,7 @@ class LocalUpdatesWorker:
 
 
 def _names(run: Run) -> dict[int, str]:
-    """Each parameter's name, by its identity."""
+    """Return each parameter's name by the ``id`` of the parameter."""
     return {
         id(parameter): name
         for bucket in run.buckets
@@ -417,7 +442,7 @@ def _multiply(flat: FlatTensors, share: float) -> None:
 
 
 def _scatter_mixed(anchor: FlatTensors, keep_local: float) -> None:
-    """x_i <- alpha*x_i + (1 - alpha)*x, with x in the anchor."""
+    """Mix the anchor x into the parameters: x_i <- alpha*x_i + (1 - alpha)*x."""
     if not keep_local:
         anchor.scatter_out()
         return
