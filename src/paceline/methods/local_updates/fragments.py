@@ -285,8 +285,8 @@ def deal_out(
     count = options.fragments
     if count > len(parameters):
         raise UsageError(
-            f"{options.name}:fragments={count}: the model has {len(parameters)} parameters, "
-            "and a fragment has one at least"
+            f"{options.name}:fragments={count}: expected at most one fragment for each parameter "
+            f"tensor, and the model has {len(parameters)} parameters. Set fragments to that or less"
         )
     sizes = [0] * count
     members: list[list[int]] = [[] for _ in range(count)]
@@ -364,8 +364,8 @@ def optimizer_state_names(optimizer: torch.optim.Optimizer) -> dict[int, list[st
             trial.step()
         except Exception as error:
             raise UsageError(
-                f"state=average: {type(optimizer).__name__} cannot be tried on a single "
-                f"small parameter, which shows what it keeps ({error}); use state=local"
+                f"state=average: {type(optimizer).__name__} cannot be tried on one small "
+                f"parameter to find its moments ({error}). Use state=local"
             ) from error
         state = trial.state[like]
         names = [name for name in MOMENTS if isinstance(state.get(name), torch.Tensor)]
@@ -379,9 +379,9 @@ def require_moments(options: Options, run: Run) -> None:
     assert run.optimizer is not None, "workers update"
     if not any(optimizer_state_names(run.optimizer).values()):
         raise UsageError(
-            f"{options.name}:state=average: {type(run.optimizer).__name__} keeps none of "
-            f"{', '.join(MOMENTS)} of its parameters, so there is nothing to average: take "
-            "an optimizer with momentum, or state=local"
+            f"{options.name}:state=average: {type(run.optimizer).__name__} keeps none of the moments "
+            f"that workers can average ({', '.join(MOMENTS)}). Use an optimizer with momentum, or "
+            "state=local"
         )
 
 

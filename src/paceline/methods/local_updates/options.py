@@ -170,62 +170,79 @@ class Options:
 
     def _check_outer(self) -> None:
         if not 0 <= self.outer_learning_rate < float("inf"):
-            raise self._wrong("outer_learning_rate", "expected 0 or more")
+            raise self._wrong(
+                "outer_learning_rate", "expected a finite number, 0 or more"
+            )
         if not 0 <= self.outer_momentum < 1:
             raise self._wrong(
                 "outer_momentum",
-                "expected 0 or more, and less than 1: from 1 on it only grows",
+                "expected 0 or more and less than 1, because the momentum never decays from 1 on",
             )
         if self.nesterov and not self.outer_momentum:
-            raise self._wrong("nesterov", "expected an outer_momentum above 0 with it")
+            raise self._wrong(
+                "nesterov",
+                "it needs an outer momentum. Set outer_momentum above 0, or nesterov=false",
+            )
         if self.rescale and not self.outer_momentum:
-            raise self._wrong("rescale", "expected an outer_momentum above 0 with it")
+            raise self._wrong(
+                "rescale",
+                "it needs an outer momentum. Set outer_momentum above 0, or rescale=false",
+            )
 
     def _check_fragments(self) -> None:
         if self.sync_every % self.fragments:
             raise self._wrong(
                 "fragments",
-                f"expected a divisor of sync_every={self.sync_every}: each fragment travels once "
-                "in so many steps, and all at even distances",
+                f"expected a divisor of sync_every={self.sync_every}, because fragments are sent at "
+                "equal intervals. Change either one",
             )
         if self.delay >= self.fragment_interval and self.delay:
             raise self._wrong(
                 "delay",
-                f"expected less than {self.fragment_interval} steps, sync_every/fragments: then the next "
-                f"fragment leaves. Take delay={self.fragment_interval - 1}, fewer fragments or longer "
-                "rounds",
+                f"expected less than {self.fragment_interval} steps (sync_every/fragments), after which "
+                f"the next fragment is sent. Set delay={self.fragment_interval - 1} or less, fewer "
+                "fragments, or a larger sync_every",
             )
         if not 0 <= self.keep_local <= 1:
             raise self._wrong(
-                "keep_local", "expected 0 (the mean alone) to 1 (own alone)"
+                "keep_local",
+                "expected a share from 0 (the average) to 1 (the worker's own parameters)",
             )
         if self.delay and self.state == "average":
             raise self._wrong(
                 "state",
-                f"with delay={self.delay}: moments that come late would undo the steps "
-                "since; expected state=local, or no delay",
+                f"it does not work with delay={self.delay}, because delayed moments would overwrite "
+                "newer ones. Set state=local or delay=0",
             )
         if self.sync_each_step_until and (
             self.fragments > 1 or self.delay or self.has_groups
         ):
             raise self._wrong(
                 "sync_each_step_until",
-                "expected neither fragments, nor a delay or a group",
+                "it does not work with fragments, a delay or groups. Set it to 0, or set fragments=1, "
+                "delay=0 and group=all",
             )
 
     def _check_groups(self) -> None:
         if not self.has_groups:
             if self.group_every != 1:
-                raise self._wrong("group_every", "expected a group with it")
+                raise self._wrong(
+                    "group_every",
+                    "there are no groups. Set group, such as group=8, or group_every=1",
+                )
             return
         if self.fragments > 1 or self.delay:
-            raise self._wrong("group", "expected neither fragments nor a delay")
+            raise self._wrong(
+                "group",
+                "groups do not work with fragments or a delay. Set group=all, or fragments=1 and "
+                "delay=0",
+            )
         check_group(self.name, self.group)
         if self.sync_every % self.group_every:
             raise self._wrong(
                 "group_every",
-                f"expected a divisor of sync_every={self.sync_every}: a mean of all workers is "
-                "also one of each group",
+                f"expected a divisor of sync_every={self.sync_every}, because an average of all workers "
+                "replaces every so many averages of groups. Change either one",
             )
 
     def _wrong(self, key: str, expected: str) -> UsageError:
@@ -302,13 +319,13 @@ def places_of(method: str, group: str, run: Run) -> list[int]:
     places = run.comm.placement.racks if group == "rack" else _hosts(run)
     if places is None:
         raise UsageError(
-            f"{method}:group={group}: it is not known in which {group} each worker is. Describe the network "
-            "(paceline run --cluster FILE), or give a number of workers, such as group=8"
+            f"{method}:group={group}: it is not known in which {group} each worker is. Give a cluster file "
+            "(paceline run --cluster FILE), or a number of workers, such as group=8"
         )
     if len(places) != run.comm.size:
         raise UsageError(
-            f"{method}:group={group}: the described network "
-            f"has {len(places)} workers, and this job {run.comm.size}. Give the cluster file of this job"
+            f"{method}:group={group}: the cluster file has {len(places)} workers, and this job "
+            f"{run.comm.size}. Give the cluster file of this job"
         )
     return list(places)
 

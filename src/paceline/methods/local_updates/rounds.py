@@ -267,8 +267,8 @@ class LocalUpdatesWorker:
         if 0 in rates and not self._has_reported_rate_0:
             self._has_reported_rate_0 = True
             self.run.report(
-                f"{self.options.name}: a learning rate is 0, in whose units the outer momentum is "
-                "kept: until it is above 0 these parameters are averaged plainly"
+                f"{self.options.name}: a learning rate is 0, and the outer momentum is in units of the "
+                "learning rate. These parameters are averaged plainly until it is above 0"
             )
         return rates
 
@@ -393,9 +393,9 @@ class LocalUpdatesWorker:
         run = self.run
         if saved["layout"] != self._layout:
             raise UsageError(
-                f"{self.options.name}: the checkpoint was saved with another number of "
-                "fragments, or with an outer optimizer where there is none now, or the "
-                "other way round: load it with the options with which it was saved"
+                f"{self.options.name}: the checkpoint does not fit the current options. The number of "
+                "fragments, the anchors, or the outer momentum differ. Load it with the options with "
+                "which it was saved"
             )
         self._drop_pending()
         for fragment, state in zip(self.fragments, saved["fragments"], strict=True):
