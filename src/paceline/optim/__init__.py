@@ -1,5 +1,5 @@
-"""torch's optimizers, applied to parts of their parameters: on workers and on servers.
+"""Applies torch's optimizers to parts of their parameters, on workers and on servers.
 
-- `partitioned`: applies an optimizer piece by piece; says which optimizers permit it, and which pieces.
-- `clipping`: clips a gradient by its norm.
+- `partitioned`: applies an optimizer piece by piece, and checks which optimizers and pieces allow it.
+- `clipping`: clips gradients by their norm.
 """

@@ -1,7 +1,11 @@
-"""Clipping by the norm of a gradient, as ``torch.nn.utils.clip_grad_norm_`` does it.
+"""Clips gradients by their common norm, as ``torch.nn.utils.clip_grad_norm_`` does.
 
 Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML
 2013), algorithm 1: g <- g * min(1, limit / |g|), over all tensors together.
+
+- `clip_`: clips tensors in place.
+- `sum_of_squares`, `clip_factor`: the two halves of it, for gradients in several places.
+- `check_clip_norm`: checks the option.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import torch
 from paceline.errors import UsageError
 
 _TINY = 1e-6
-"""torch adds this to the norm before it divides by it."""
+"""torch adds this to the norm before it divides by the norm."""
 
 
 def check_clip_norm(limit: float) -> None:
@@ -27,17 +31,24 @@ def check_clip_norm(limit: float) -> None:
 
 
 def clip_factor(squares: float, limit: float) -> float:
-    """The factor for a gradient whose elements' squares add up to *squares*.
+    """Return the factor that scales a gradient to the largest norm.
 
-    It is not finite if the gradient is not.
+    Args:
+        squares: The sum of squares over all elements of the gradient.
+        limit: The largest norm that the gradient may have.
+
+    Returns:
+        A factor of at most 1. It is 0 or NaN if the gradient is not finite.
     """
     wanted = limit / (math.sqrt(squares) + _TINY)
     return 1.0 if wanted > 1 else wanted
 
 
 def sum_of_squares(tensors: Sequence[torch.Tensor]) -> float:
-    """The sum of squares over all elements, in double precision, so that the tensors' order hardly
-    matters."""
+    """Return the sum of squares over all elements of *tensors*.
+
+    It is computed in double precision, so the order of the tensors hardly affects it.
+    """
     return math.fsum(_squares(tensor) for tensor in tensors)
 
 
@@ -48,7 +59,7 @@ def _squares(tensor: torch.Tensor) -> float:
 
 
 def clip_(tensors: Sequence[torch.Tensor], limit: float) -> None:
-    """Scale *tensors* in place, so that their common norm is at most *limit*."""
+    """Scale *tensors* in place so that their common norm is at most *limit*."""
     if not tensors or limit == math.inf:
         return
     factor = clip_factor(sum_of_squares(tensors), limit)

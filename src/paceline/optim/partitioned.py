@@ -1,4 +1,4 @@
-"""The user's optimizer, applied piece by piece: on a worker, or on a server.
+"""Applies the user's optimizer piece by piece, on a worker or on a server.
 
 Each piece is a `torch.nn.Parameter` of its own that views the storage of the user's parameter. All
 pieces are in a shallow copy of the user's optimizer, which has its own ``param_groups`` and
@@ -13,8 +13,14 @@ For all other code, the user's optimizer still owns its state. Hooks on its ``st
 pieces' states into torch's form, and hooks on its ``load_state_dict`` split a loaded state. So
 checkpoints are compatible with plain torch.
 
-Tables by class say which optimizers may be applied piece by piece. `check_pieces` accepts a piece
-only if its update has the same bits as within an update of the whole tensor.
+The tables `ELEMENTWISE`, `WHOLE_TENSOR` and `REFUSED` list the optimizers that may be applied piece
+by piece. `check_pieces` accepts a piece only if its update has the same bits as within an update of
+the whole tensor.
+
+- `PartitionedOptimizer`: applies the optimizer, and converts its state; start here.
+- `whole_pieces`, `split_pieces`: cut parameters into pieces.
+- `check_applicable`, `check_splittable`, `check_servers_can_hold`: check an optimizer.
+- `check_pieces`, `check_cuts`: check pieces.
 """
 
 from __future__ import annotations
@@ -38,48 +44,60 @@ ELEMENTWISE = {
     *(_t.SGD, _t.Adam, _t.AdamW, _t.NAdam, _t.RAdam, _t.Adamax),
     *(_t.Adagrad, _t.Adadelta, _t.RMSprop, _t.Rprop, _t.ASGD),
 }
-"""Each element is updated from its own gradient and state: tensors may be split and sharded."""
+"""Optimizers that update each element from its own gradient and state, so tensors may be split."""
 
 WHOLE_TENSOR = {
     _t.Muon: "orthogonalizes the update of a whole matrix",
     _t.Adafactor: "keeps a mean per row and per column",
 }
-"""An element's update depends on the rest of its tensor: whole tensors only."""
+"""Optimizers that need whole tensors, since an element's update depends on the rest of its tensor."""
 
 REFUSED = {
     _t.LBFGS: "searches along a line, with several passes over all parameters",
     _t.SparseAdam: "takes sparse gradients, and only dense ones travel",
 }
+"""Optimizers that cannot be applied piece by piece, and why."""
 
 KEPT_AT_HOME = {
     _t.Adafactor: "has a state that is neither per element nor a number",
 }
-"""A server could apply them, but not return their state, for a checkpoint or at the end."""
+"""Optimizers that a server could apply, but whose state it could not return.
+
+Checkpoints and the end of a training need that state.
+"""
 
 MOST_STATES = 4
-"""The most tensors of its parameter's shape that an optimizer of torch keeps."""
+"""The largest number of state tensors of a parameter's shape that any torch optimizer keeps."""
 
 _ADVICE = "use a method whose worker updates, such as bsp"
 
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
-"""Entries of ``param_groups`` that select an implementation, not the result. A snapshot omits them,
-so that a server or another worker uses its own implementation."""
+"""Entries of ``param_groups`` that select an implementation, and do not affect the result.
+
+A snapshot omits them, so that a server or another worker uses its own implementation.
+"""
 
 _UPDATED: WeakSet[torch.optim.Optimizer] = WeakSet()
+"""The optimizers that a `PartitionedOptimizer` currently applies."""
 
 
 class PartitionedOptimizer:
-    """The `PartialOptimizer` over a torch optimizer; from now on only this object applies
-    *optimizer*.
+    """Applies a torch optimizer piece by piece: the `PartialOptimizer` of torch's optimizers.
 
-    *pieces* must hold every element of every trainable parameter once; the optimizer's present
-    state is split onto them. ``optimizer.state_dict()`` returns a merged copy in torch's own form.
-    In the middle of a step, when a parameter's pieces differ, it raises `UsageError`.
-    ``optimizer.load_state_dict()`` accepts the state of any optimizer of this class. Otherwise
-    ``optimizer.state`` is empty.
+    From now on, only this object may apply the optimizer. The optimizer's current state is split
+    onto the pieces, so ``optimizer.state`` is empty except in these two calls:
 
-    Raises `UsageError` for an optimizer that cannot be applied piece by piece, for pieces that do
-    not fit, and for an optimizer that another `PartitionedOptimizer` applies.
+    - ``optimizer.state_dict()`` returns a merged copy in torch's own form. It raises `UsageError`
+      in the middle of a step, when a parameter's pieces differ.
+    - ``optimizer.load_state_dict()`` accepts the state of any optimizer of the same class.
+
+    Args:
+        optimizer: The user's optimizer.
+        pieces: Pieces that together hold every element of every trainable parameter once.
+
+    Raises:
+        UsageError: The optimizer cannot be applied piece by piece, the pieces do not fit, or
+            another `PartitionedOptimizer` applies the optimizer.
     """
 
     def __init__(
@@ -124,10 +142,19 @@ class PartitionedOptimizer:
         hyperparameters: Hyperparameters,
         commit: bool = True,
     ) -> list[torch.Tensor]:
-        """Do one optimizer step on only these pieces: see `PartialOptimizer.apply`.
+        """Take one optimizer step on only these pieces: see `PartialOptimizer.apply`.
 
-        *hyperparameters* may be another worker's, for the same groups. Raises `UsageError`, without
-        any change, if an argument does not fit.
+        Args:
+            pieces: Different pieces of this object.
+            gradients: One for each piece, in the piece's shape or flat.
+            hyperparameters: One entry for each parameter group, possibly from another worker.
+            commit: Whether to change the parameters and the state.
+
+        Returns:
+            The new values of the pieces if *commit* is False, else an empty list.
+
+        Raises:
+            UsageError: An argument does not fit. Nothing has changed then.
         """
         # All pieces share one step of the copy, because its fixed cost is paid per call. Times
         # for 40 pieces of 1,000 elements on one busy core: SGD with momentum 0.4 ms together,
@@ -171,24 +198,24 @@ class PartitionedOptimizer:
         return [] if commit else [target.detach() for target in targets]
 
     def pieces_of(self, parameter: torch.nn.Parameter) -> list[Piece]:
-        """The pieces of one parameter, in order: see `PartialOptimizer.pieces_of`."""
+        """Return the pieces of one parameter, in order: see `PartialOptimizer.pieces_of`."""
         number = self._numbers.get(id(parameter))
         return [] if number is None else self._pieces_of[number]
 
     def group_of(self, piece: Piece) -> int:
-        """See `PartialOptimizer.group_of`."""
+        """Return the number of a piece's parameter group: see `PartialOptimizer.group_of`."""
         return self._parameters[piece.parameter][1]
 
     def values(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
-        """Views of the pieces' elements: see `PartialOptimizer.values`."""
+        """Return views of the pieces' elements: see `PartialOptimizer.values`."""
         return [self._target(piece).detach() for piece in pieces]
 
     def stamps(self, pieces: Sequence[Piece]) -> list[int]:
-        """Numbers that change with every write: see `PartialOptimizer.stamps`."""
+        """Return a number for each piece that every write changes: see `PartialOptimizer.stamps`."""
         return [version_of(self._parameters[p.parameter][0]) for p in pieces]
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """A copy of the present options of each of ``param_groups``, in their order.
+        """Return a copy of the current options of each of ``param_groups``, in their order.
 
         It omits parameters, their names, and options that select an implementation
         (`IMPLEMENTATION`).
@@ -204,7 +231,7 @@ class PartitionedOptimizer:
         ]
 
     def state(self, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-        """The live state of each piece, by name: see `PartialOptimizer.state`.
+        """Return the live state of each piece, by name: see `PartialOptimizer.state`.
 
         Tensors have the piece's shape; those of a part of a parameter are flat. Each piece has its
         own copy of entries that torch keeps once per parameter, such as ``step``.
@@ -212,7 +239,7 @@ class PartitionedOptimizer:
         return [self._inner.state[self._target(piece)] for piece in pieces]
 
     def close(self) -> None:
-        """Return the state to the optimizer, which is a plain torch optimizer again."""
+        """Merge the state back into the optimizer, which is then a plain torch optimizer again."""
         self._give_state(self._optimizer)
         for hook in self._hooks:
             hook.remove()
@@ -230,7 +257,7 @@ class PartitionedOptimizer:
         optimizer.state.update(merged)
 
     def _forget_state(self, optimizer: torch.optim.Optimizer, _: object = None) -> None:
-        """Remove states from the optimizer that would become stale, but look like its state."""
+        """Remove the merged states from the optimizer, since the next step would make them stale."""
         for number in self._pieces_of:
             optimizer.state.pop(self._parameters[number][0], None)
 
@@ -247,7 +274,7 @@ class PartitionedOptimizer:
         self._forget_state(optimizer)
 
     def _merge(self, number: int, states: list[dict[str, Any]]) -> dict[str, Any]:
-        """One parameter's state, merged from its pieces' states; it shares no memory with them."""
+        """Merge the states of one parameter's pieces into a copy that shares no memory with them."""
         if len(states) == 1:
             copied: dict[str, Any] = _copied(states[0])
             return copied
@@ -272,7 +299,7 @@ class PartitionedOptimizer:
     # ---- checks ----
 
     def _target(self, piece: Piece) -> torch.nn.Parameter:
-        """The piece's tensor; follows a parameter whose storage was replaced."""
+        """Return the piece's tensor, even after the storage of its parameter was replaced."""
         target = self._targets.get(piece)
         if target is None:
             raise UsageError(
@@ -280,9 +307,8 @@ class PartitionedOptimizer:
                 "are fixed when it is made"
             )
         now, group = self._parameters[piece.parameter]
-        with (
-            without_overrides()
-        ):  # data_ptr() could notify a method of a use, which this is not
+        # A method may treat data_ptr() as a use of the parameter, and this call is not a use.
+        with without_overrides():
             address = now.data_ptr() + piece.start * now.element_size()
         if address != target.data_ptr():
             if (now.dtype, now.device) != (target.dtype, target.device):
@@ -314,14 +340,14 @@ class PartitionedOptimizer:
 
 
 def _view(parameter: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """The piece's elements: the whole parameter, or a flat part of it."""
+    """Return a view of the piece's elements: the whole parameter, or a flat part of it."""
     data = parameter.detach()
     whole = piece.stop - piece.start == data.numel()
     return data if whole else data.view(-1)[piece.start : piece.stop]
 
 
 def _shaped(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The gradient in its target's shape and strides, which fused kernels require."""
+    """Return the gradient in its target's shape and strides, which fused kernels require."""
     expected = target.dtype, target.device, torch.strided
     got = gradient.dtype, gradient.device, gradient.layout
     if got != expected or gradient.shape not in (target.shape, (target.numel(),)):
@@ -340,7 +366,7 @@ def _shaped(gradient: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _part(name: str, value: Any, parameter: torch.Tensor, piece: Piece) -> Any:
-    """A piece's own copy of one entry of its parameter's state."""
+    """Return the piece's own copy of one entry of its parameter's state."""
     whole = piece.stop - piece.start == parameter.numel()
     if whole or not isinstance(value, torch.Tensor):
         own = _copied(value)
@@ -368,9 +394,9 @@ def _copied(value: Any) -> Any:
 
 
 def check_applicable(optimizer: torch.optim.Optimizer) -> None:
-    """Raise `UsageError` unless *optimizer* may be applied to some tensors at a time.
+    """Raise `UsageError` unless *optimizer* may be applied to a few tensors at a time.
 
-    Only torch's own classes are accepted: a subclass could read more than its piece.
+    Only torch's own classes are accepted, since a subclass could read more than its piece.
     """
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -414,7 +440,7 @@ def check_splittable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def whole_pieces(optimizer: torch.optim.Optimizer) -> list[Piece]:
-    """One piece for each trainable parameter that has elements."""
+    """Return one piece for each trainable parameter that has elements."""
     return [
         Piece(number, 0, parameter.numel())
         for number, (parameter, _) in enumerate(parameters_of(optimizer))
@@ -423,18 +449,30 @@ def whole_pieces(optimizer: torch.optim.Optimizer) -> list[Piece]:
 
 
 def split_pieces(optimizer: torch.optim.Optimizer, most_bytes: int) -> list[Piece]:
-    """Pieces of at most *most_bytes* bytes, as equal as a parameter's elements allow.
+    """Split the trainable parameters into pieces of about equal size.
 
     A parameter stays whole if the optimizer is not elementwise, if the parameter is not contiguous,
     or if it has a 16-bit type on a CPU. With ``fused=True`` on a CPU, cuts are at multiples of 64
-    bytes. Raises `UsageError` if *most_bytes* is below that, or below one element.
+    bytes.
+
+    Args:
+        optimizer: The optimizer that updates the pieces.
+        most_bytes: The largest size of a piece, in bytes.
+
+    Returns:
+        The pieces. Those of one parameter are as equal as its elements allow.
+
+    Raises:
+        UsageError: *most_bytes* is smaller than one element, or than the 64 bytes of a fused
+            update on a CPU.
     """
     parameters, pieces = parameters_of(optimizer), []
     for whole in whole_pieces(optimizer):
         (parameter, group), size = parameters[whole.parameter], whole.stop
         unit, _ = cut_every(optimizer, parameter, group)
         unit_bytes = unit * max(1, wire_bytes(parameter) // size)
-        few = stands_in(parameter)  # has few elements to cut, though many bytes
+        # A parameter that stands in for a larger one has few elements to cut, though many bytes.
+        few = stands_in(parameter)
         if most_bytes < unit_bytes and unit < size and not few:
             raise UsageError(
                 f"split_pieces(..., most_bytes={most_bytes}): expected {unit_bytes} bytes "
@@ -490,7 +528,14 @@ def check_cuts(
 ) -> None:
     """Raise `UsageError` unless *piece* is a part of *parameter* that can be updated alone.
 
-    *parameter* is in the optimizer's group number *group*.
+    Args:
+        optimizer: The optimizer that updates the piece.
+        piece: The piece.
+        parameter: The piece's parameter.
+        group: The number of the parameter's group in the optimizer.
+
+    Raises:
+        UsageError: The piece is outside the parameter, or has a cut where the optimizer allows none.
     """
     size, shape = parameter.numel(), tuple(parameter.shape)
     if not 0 <= piece.start < piece.stop <= size:
@@ -508,7 +553,7 @@ def check_cuts(
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, int]]:
-    """Every parameter, trainable or not, and the number of its group."""
+    """Return every parameter, trainable or not, with the number of its group."""
     groups = enumerate(optimizer.param_groups)
     return [(parameter, number) for number, g in groups for parameter in g["params"]]
 
@@ -516,7 +561,16 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, 
 def cut_every(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, group: int
 ) -> tuple[int, str]:
-    """Return the number of elements at whose multiples a parameter may be cut, and why."""
+    """Return where a parameter may be cut.
+
+    Args:
+        optimizer: The optimizer that updates the pieces.
+        parameter: The parameter.
+        group: The number of the parameter's group in the optimizer.
+
+    Returns:
+        The number of elements at whose multiples cuts are allowed, and the reason as text.
+    """
     size, bytes_each = max(1, parameter.numel()), parameter.element_size()
     if type(optimizer) not in ELEMENTWISE:
         return size, "has an optimizer for whole tensors"
@@ -524,11 +578,11 @@ def cut_every(
         return size, "is not contiguous"
     if parameter.device.type == "cpu":
         # Torch's vector loops and its loops over remaining elements do not always round alike,
-        # so bits depend on an element's position in its tensor. For 16-bit types this is so in
-        # `a + alpha * b`; large tensors also have such ends inside, between threads' parts. For
-        # 32 and 64 bits only the fused kernels of Adam, AdamW and SGD differ (vectors use fused
-        # multiply-add). Their threads' parts end at multiples of 64 bytes, and a vector is at
-        # most that long.
+        # so bits depend on an element's position in its tensor. 16-bit types differ in
+        # `a + alpha * b`. Large tensors also have such loop ends inside, between the parts of
+        # threads. 32 and 64 bits differ only in the fused kernels of Adam, AdamW and SGD, whose
+        # vectors use fused multiply-add. There, the parts of threads end at multiples of 64
+        # bytes, and a vector is at most that long.
         if bytes_each < 4:
             return size, f"is {parameter.dtype} on a CPU"
         if optimizer.param_groups[group].get("fused"):
