@@ -1,10 +1,10 @@
-"""Bucket plans: which gradients travel in one all-reduce.
+"""Plans buckets: groups gradients into all-reduces, and finds the fastest grouping by measurement.
 
-- `rules`: groups gradients into buckets: DDP's rule, MG-WFBP, the optimal rule; start here.
+- `rules`: groups gradients into buckets by DDP's rule, MG-WFBP or the optimal rule; start here.
 - `cost_models`: the time of an all-reduce by its size: formulas and measured curves.
 - `timeline`: predicts when messages arrive.
-- `message_plan`: messages past the end of backward, and the step time that they lead to.
+- `message_plan`: messages that overlap the next forward pass, and the predicted step time.
 - `message_search`: finds the best message plan.
 - `tuner`: measures, plans and tries plans while a training runs.
-- `measure`: the tuner's measurements: times within a step, the cost of an all-reduce.
+- `measure`: the tuner's measurements: times within a step, and the cost of an all-reduce.
 """

@@ -1,9 +1,12 @@
-"""The cost of an all-reduce by its size: formulas (`AffineCost`) and measured curves
-(`MeasuredCost`).
+"""Models of the time of an all-reduce by its size.
 
 A cost is a function from bytes to seconds. Concurrent all-reduces share the wire, and parts of
 their start-ups overlap. The attribute ``overlappable_startup`` of a cost is that part, in seconds.
-A plain function overlaps nothing.
+A plain function has no overlappable start-up.
+
+- `AffineCost`: a formula of start-up and bandwidth.
+- `MeasuredCost`: a measured curve.
+- `fit`, `lines_below`: affine approximations and lower bounds of a cost.
 """
 
 from __future__ import annotations
@@ -28,13 +31,13 @@ Seconds = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class AffineCost:
-    """``start_up + seconds_per_byte * bytes`` (MG-WFBP, equation 5: a and b).
+    """Computes ``start_up + seconds_per_byte * bytes`` (MG-WFBP, equation 5: a and b).
 
     Attributes:
         start_up: Seconds of an all-reduce without data.
         seconds_per_byte: Seconds that each byte adds.
-        overlappable_startup: Seconds of the start-up that pass beside other all-reduces; None: all
-            of it.
+        overlappable_startup: Seconds of the start-up that overlap other all-reduces; None: all of
+            it.
 
     Raises:
         UsageError: A figure is negative, or the overlappable part exceeds the start-up.
@@ -65,21 +68,21 @@ class AffineCost:
         return self.start_up + self.seconds_per_byte * size
 
     def many(self, sizes: Seconds) -> Seconds:
-        """The cost of each of *sizes*."""
+        """Return the seconds of an all-reduce for each of *sizes* (bytes)."""
         return self.start_up + self.seconds_per_byte * sizes
 
 
 @dataclass(frozen=True)
 class MeasuredCost:
-    """A measured curve, interpolated between its points.
+    """Interpolates a measured curve between its points.
 
-    Below the first size the curve is flat: only the start-up is left there. Beyond the last size
-    it has the slope of the last two points.
+    Below the first size the curve is flat, since only the start-up is left there. Beyond the last
+    size it has the slope of the last two points.
 
     Attributes:
         sizes: Bytes, rising.
         seconds: Seconds of an all-reduce at each size.
-        overlappable_startup: Seconds of the start-up that pass beside other all-reduces.
+        overlappable_startup: Seconds of the start-up that overlap other all-reduces.
 
     Raises:
         UsageError: The curve is empty, falls or is negative.
@@ -124,7 +127,7 @@ class MeasuredCost:
         return seconds[above - 1] + part * (seconds[above] - seconds[above - 1])
 
     def many(self, sizes: Seconds) -> Seconds:
-        """The cost of each of *sizes*."""
+        """Return the seconds of an all-reduce for each of *sizes* (bytes)."""
         inside: Seconds = np.interp(sizes, self.sizes, self.seconds)
         return inside + np.maximum(sizes - self.sizes[-1], 0.0) * self._last_slope
 
@@ -137,7 +140,7 @@ class MeasuredCost:
 
 
 def many(cost: Cost, sizes: Seconds) -> Seconds:
-    """The cost of each size, vectorized where the cost has a method ``many``."""
+    """Return the cost of each size, in one call if the cost has a method ``many``."""
     at_once: Any = getattr(cost, "many", None)
     if at_once is not None:
         values: Seconds = at_once(sizes)
@@ -146,17 +149,24 @@ def many(cost: Cost, sizes: Seconds) -> Seconds:
 
 
 def overlappable_startup(cost: Cost) -> float:
-    """Seconds of each all-reduce's start-up that pass beside other all-reduces."""
+    """Return the seconds of each all-reduce's start-up that overlap other all-reduces."""
     if isinstance(cost, AffineCost) and cost.overlappable_startup is None:
         return cost.start_up
     return float(getattr(cost, "overlappable_startup", 0.0))
 
 
 def lines_below(cost: Cost, most: float) -> list[AffineCost]:
-    """Lower bounds of the wire's time, as affine costs.
+    """Return lower bounds of the time on the wire, as affine costs.
 
-    Any number of messages with B bytes in total, at most *most*, occupy the wire for at least
-    ``start_up + seconds_per_byte * B``, beside the overlappable start-up. The largest bound counts.
+    Any number of messages with B bytes in total occupy the wire for at least ``start_up +
+    seconds_per_byte * B``, besides the overlappable start-up. The largest bound counts.
+
+    Args:
+        cost: Seconds of an all-reduce by its bytes.
+        most: The largest number of bytes in total for which the bounds hold.
+
+    Returns:
+        The bounds, at least one.
     """
     overlap = overlappable_startup(cost)
     points = _lower_hull(
@@ -175,11 +185,11 @@ def lines_below(cost: Cost, most: float) -> list[AffineCost]:
 
 
 SAMPLES = 64
-"""Points at which a cost that is a plain function is evaluated."""
+"""The number of points at which a plain function is evaluated."""
 
 
 def _points(cost: Cost, most: float) -> list[tuple[float, float]]:
-    """Points of the *cost* of up to *most* bytes; the cost is nowhere below the lines between them."""
+    """Return points of the cost up to *most* bytes; the lines between them never exceed the cost."""
     if isinstance(cost, AffineCost | MeasuredCost):
         inside = [] if isinstance(cost, AffineCost) else cost.sizes
         sizes = sorted({0.0, *(size for size in inside if size < most), most})
@@ -191,7 +201,7 @@ def _points(cost: Cost, most: float) -> list[tuple[float, float]]:
 
 
 def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The lower convex hull of *points*, which are in order of size."""
+    """Return the lower convex hull of *points*, which are in order of size."""
     hull: list[tuple[float, float]] = []
     for x, y in points:
         while len(hull) > 1:
@@ -204,9 +214,16 @@ def _lower_hull(points: Sequence[tuple[float, float]]) -> list[tuple[float, floa
 
 
 def fit(cost: Cost, sizes: Sequence[float]) -> AffineCost:
-    """Fit an affine cost, which MG-WFBP's rule needs: least squares at *sizes*, never negative.
+    """Fit an affine cost by least squares, for MG-WFBP's rule.
 
     The fit depends on the range of the sizes.
+
+    Args:
+        cost: Seconds of an all-reduce by its bytes.
+        sizes: The sizes of the fit, in bytes.
+
+    Returns:
+        An affine cost without negative parts; *cost* itself if it is affine.
     """
     if isinstance(cost, AffineCost):
         return cost
@@ -215,6 +232,7 @@ def fit(cost: Cost, sizes: Sequence[float]) -> AffineCost:
     if len(at) == 1:
         return AffineCost(float(seconds[0]), 0.0)
     slope, start_up = np.polyfit(at, seconds, 1)
-    if start_up < 0:  # fit a line through the origin instead
+    # A negative start-up is impossible: fit a line through the origin instead.
+    if start_up < 0:
         return AffineCost(0.0, float(at @ seconds / (at @ at)))
     return AffineCost(float(start_up), max(0.0, float(slope)))

@@ -1,4 +1,8 @@
-"""Measurements of the bucket tuner: a step's times (`StepTimer`), an all-reduce's cost."""
+"""Measures steps and all-reduces for the bucket tuner.
+
+- `StepTimer`: times gradients and parameter uses within a step.
+- `measure_all_reduce`: measures the cost of an all-reduce by its size.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +19,25 @@ from paceline.interfaces import Comm, Pending, Runtime, Stopwatch
 
 SMALLEST_BYTES = 4096
 LARGEST_BYTES = 8 * 1024 * 1024
-"""The largest buffer measured. Beyond it the curve keeps its slope; measuring on a slow network
-would take long and gain little."""
+"""The largest buffer that is measured.
+
+Beyond it, the curve keeps its slope. Larger buffers would take long on a slow network and gain
+little.
+"""
 
 STEP = 4
 """Ratio of one size to the next."""
 
 REPEATS = 5
 SECONDS_PER_SIZE = 0.05
-"""Repeat, up to `REPEATS` times, for as long as this at each size."""
+"""The time for the repeats at each size, of which there are at most `REPEATS`."""
 
 
 @dataclass
 class Pass:
-    """Marks of one backward pass and of the forward passes before it, on this rank.
+    """Time marks of one backward pass and of the forward passes before it, on this rank.
 
-    It is empty where a rank is out of data and only shadows the others' collectives.
+    It is empty if this rank is out of data and only takes part in shadow collectives.
 
     Attributes:
         first: The start of the step's first forward pass.
@@ -38,7 +45,7 @@ class Pass:
         uses: Each parameter's first use, by index.
         order: Indices of parameters in the order in which their gradients became ready.
         marks: When each of these gradients became ready.
-        end: The end of the backward pass, and of waiting there.
+        end: The end of the backward pass and of the waits at its end.
     """
 
     first: Any = None
@@ -55,7 +62,7 @@ class StepTimer:
     It listens to a training's events (`paceline.core.step_listeners`).
 
     Args:
-        stopwatch: Marks moments.
+        stopwatch: Takes time marks.
         order: Indices of parameters in the order in which their gradients are expected.
     """
 
@@ -70,40 +77,41 @@ class StepTimer:
     # ---- events of a training ----
 
     def step_begins(self) -> None:
-        """A forward pass begins that belongs to the next backward pass."""
+        """Mark the start of a forward pass that belongs to the next backward pass."""
         if self.listening:
             mark = self._stopwatch.mark()
             first = mark if self._now.first is None else self._now.first
             self._now = Pass(first, mark, self._now.uses)
 
     def used(self, index: int) -> None:
-        """A parameter is used for the first time in this step."""
+        """Mark the first use of parameter *index* in this step."""
         this = self._now
         if this.first is not None and not this.order and index not in this.uses:
             this.uses[index] = self._stopwatch.mark()
 
     def gradient_ready(self, index: int) -> None:
-        """The gradient of a parameter is ready."""
+        """Mark that the gradient of parameter *index* is ready."""
         if self.listening:
             self._now.order.append(index)
             self._now.marks.append(self._stopwatch.mark())
 
     def ended(self) -> None:
-        """The backward pass has ended, and so has waiting there."""
+        """Mark the end of the backward pass and of the waits at its end."""
         if self.listening and self._now.start is not None:
             self._now.end = self._stopwatch.mark()
 
     def forget(self) -> None:
-        """Begin the next pass."""
+        """Discard this pass's marks, and begin the next pass."""
         self._before = self._now.end
         self._now = Pass()
 
     # ---- measurements of the last pass ----
 
     def seen_order(self) -> list[int]:
-        """The ready order of this pass, empty if there was no gradient.
+        """Return the ready order of this pass; empty if there was no gradient.
 
-        Tensors without a gradient are ready when the pass ends, in the order that they had before.
+        Tensors without a gradient come last, in their previous order: they are ready when the pass
+        ends.
         """
         seen = set(self._now.order)
         if not seen:
@@ -111,7 +119,7 @@ class StepTimer:
         return self._now.order + [i for i in self.order if i not in seen]
 
     def ready_times(self) -> list[float] | None:
-        """Seconds from the last forward pass's start to each gradient, in ready order.
+        """Return the seconds from the last forward pass's start to each gradient, in ready order.
 
         None if the order of this pass differs from `order`.
         """
@@ -122,10 +130,10 @@ class StepTimer:
         return times + times[-1:] * (len(self.order) - len(times))
 
     def use_times(self) -> list[float]:
-        """Seconds from the step's start to each parameter's first use, in ready order.
+        """Return the seconds from the step's start to each parameter's first use, in ready order.
 
-        0 for a parameter whose use was not observed. The pass must not have waited for means. A
-        step of several passes starts with the first of them.
+        The value is 0 for a parameter whose use was not observed. The pass must not have waited for
+        averages. A step of several passes starts with the first of them.
         """
         this = self._now
         seen = dict(
@@ -138,17 +146,17 @@ class StepTimer:
         return [seen.get(index, 0.0) for index in self.order]
 
     def use_order(self) -> list[int]:
-        """For each parameter a number that rises in the order of first uses.
+        """Return a number for each parameter that rises in the order of first uses.
 
-        0 for a parameter whose use was not observed.
+        The number is 0 for a parameter whose use was not observed.
         """
         places = {index: place for place, index in enumerate(self._now.uses)}
         return [places.get(index, 0) for index in range(len(self.order))]
 
     def duration(self) -> list[float]:
-        """Seconds from the last forward pass's start until backward and its waits ended.
+        """Return the seconds from the last forward pass's start until backward and its waits ended.
 
-        A list of one, empty if this rank was out of data.
+        The list has one element; it is empty if this rank was out of data.
         """
         this = self._now
         if this.start is None or not this.order:
@@ -156,10 +164,10 @@ class StepTimer:
         return self._stopwatch.seconds(this.start, [this.end])
 
     def period(self) -> list[float]:
-        """Seconds from the end of the previous backward pass to the end of this one.
+        """Return the seconds from the end of the previous backward pass to the end of this one.
 
-        They include waits and updates between the two. A list of one, empty as in `duration`, and
-        where the previous pass was not timed.
+        They include the waits and updates between the two. The list has one element. It is empty if
+        this rank was out of data or the previous pass was not timed.
         """
         this = self._now
         if this.end is None or self._before is None or not this.order:
@@ -177,7 +185,7 @@ def measure_all_reduce(
     """Measure the cost of an all-reduce in place. Collective.
 
     Times are means over ranks of each rank's median, so all ranks return the same curve. If several
-    may be under way, pairs of small all-reduces show how much of the start-up overlaps.
+    all-reduces may be in flight, pairs of small ones show how much of the start-up overlaps.
 
     Args:
         comm: The communicator that training uses.
@@ -186,6 +194,9 @@ def measure_all_reduce(
         largest: Bytes of all gradients. The curve goes from `SMALLEST_BYTES` to these, and to
             `LARGEST_BYTES` at most.
         all_reduce: Starts an all-reduce as training does, with its compression.
+
+    Returns:
+        The curve from bytes to seconds, equal on all ranks.
     """
     stopwatch = runtime.clock.stopwatch(device)
     top = max(SMALLEST_BYTES, min(largest, LARGEST_BYTES))
@@ -197,8 +208,8 @@ def measure_all_reduce(
 
     def timed(size: int, together: int) -> float:
         buffers = [runtime.blank(size, device) for _ in range(together)]
-        # All ranks begin together, as after equal backward passes: a tree all-reduce ends
-        # earlier on some.
+        # This all-reduce makes all ranks begin together, as after equal backward passes. A tree
+        # all-reduce ends earlier on some ranks than on others.
         _mean(comm, device, 0.0)
         start = stopwatch.mark()
         for pending in [all_reduce(buffer) for buffer in buffers]:
@@ -209,20 +220,23 @@ def measure_all_reduce(
         first = _mean(comm, device, timed(size, together))
         if stopwatch.repeats:
             return first
-        # All ranks repeat equally often, because they have agreed on the time of one.
+        # All ranks repeat equally often, because the time of one run is a mean over ranks.
         repeats = min(REPEATS, int(SECONDS_PER_SIZE / first) if first > 0 else REPEATS)
         if not repeats:
             return first
         times = [timed(size, together) for _ in range(repeats)]
         return _mean(comm, device, statistics.median(times))
 
-    timed(SMALLEST_BYTES, 1)  # makes connections and buffers
+    # The first all-reduce opens connections and allocates buffers, so it does not count.
+    timed(SMALLEST_BYTES, 1)
     seconds = [typical(size) for size in sizes]
-    seconds = list(itertools.accumulate(seconds, max))  # noise must not make it fall
+    # A cost must not fall with the size, but noise can make measurements fall.
+    seconds = list(itertools.accumulate(seconds, max))
     overlapping = 0.0
     if comm.max_in_flight(device) > 1:
         both = typical(SMALLEST_BYTES, 2)
-        # One alone: start-up + wire; two together: start-up + 2 wires, if it overlaps.
+        # One alone takes the start-up and the wire's time w. Two together take the start-up and
+        # 2w if the start-ups overlap.
         overlapping = min(seconds[0], max(0.0, 2 * seconds[0] - both))
     return MeasuredCost(tuple(sizes), tuple(seconds), overlapping)
 

@@ -1,20 +1,23 @@
-"""Message plans: in which messages gradients travel past the end of backward.
+"""Message plans: schedule the messages of gradients that overlap the next forward pass.
 
 Methods that wait for each bucket where the next forward pass uses it (`priority`, `dear`) need
 a plan: the buckets, the parts in which they are sent, and their order. Such plans come from
 ByteScheduler (Peng et al., SOSP 2019), P3 (Jayarajan et al., MLSys 2019) and US-Byte (Gao et al.,
-2023). `period` predicts the
-time of a step under a plan, and `lower_bound` the shortest one of any plan.
-`paceline.bucketing.message_search` finds a plan. All are pure functions of measured times.
+2023). All functions here are pure functions of measured times.
+
+- `messages_of`: plans the messages of given buckets, without a search.
+- `period`: predicts the time of a step under a plan.
+- `lower_bound`: bounds the time of a step under any plan.
+- `MessageProblem`: the data of one step, for `paceline.bucketing.message_search`, which finds a plan.
 
 A step's forward pass begins at 0, and its backward pass ends when the last gradient is
 ready: at E. The next forward pass then begins, and uses bucket b's first tensor u seconds
 later, unless it has to wait. If b arrives at C, its exposed time is C - E - u. Waiting for one
 bucket delays the uses that follow, so a step takes E plus the largest exposed time of a bucket.
 
-That is a shop with one machine, release times, delivery times and start-ups
-(1 | r, q | Cmax). Without start-ups, and where messages can be interrupted at any time,
-Jackson's rule is optimal: of the gradients that are ready, send the one that is used first.
+This is single-machine scheduling with release times, delivery times and start-ups
+(1 | r, q | Cmax). Without start-ups, and if messages can be interrupted at any time, Jackson's
+rule is optimal: of the gradients that are ready, send the one that is used first.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ from paceline.errors import UsageError
 from paceline.interfaces import Half, Message
 
 CONCURRENT_COST = 20
-"""How much longer it takes to predict arrivals where several messages are under way at a time."""
+"""The factor by which predicting arrivals takes longer if several messages are in flight at a time."""
 
 UNITS = 2**20
-"""Parts of a bucket are multiples of 1 / UNITS, so that ranks can agree on whole numbers."""
+"""Parts of a bucket are multiples of 1 / UNITS, so that ranks can exchange them as whole numbers."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +64,12 @@ def messages_of(
     Args:
         buckets: Positions of each bucket's tensors, in the order in which buckets are ready.
         uses: Seconds to each tensor's first use, by position.
-        halves: Whether each bucket goes in two halves: first halves in ready order, then second halves
-            in the order of their first use (DeAR, Zhang et al., 2023). Where *uses* are not known,
+        halves: Whether each bucket is sent in two halves: first halves in ready order, then second
+            halves in the order of their first use (DeAR, Zhang et al., 2023). Without *uses*,
             second halves begin with the last bucket.
 
     Returns:
-        The plan: each bucket goes whole and in ready order, or in halves.
+        The plan: each bucket is sent whole in ready order, or in halves.
     """
     count = len(buckets)
     order = list(range(count))
@@ -102,7 +105,7 @@ def period(
         ready: Seconds from the step's start to each gradient.
         uses: Seconds from the start of a forward pass to each tensor's first use; 0 where unknown.
         cost: Seconds of an all-reduce by its bytes.
-        max_in_flight: The number of messages that may be under way at a time.
+        max_in_flight: The number of messages that may be in flight at a time.
 
     Returns:
         Seconds from a step's start to the next one's.
@@ -133,7 +136,21 @@ def lower_bound(
     *,
     halves: bool = False,
 ) -> float:
-    """Seconds below which no plan's `period` is, however many messages are under way at a time."""
+    """Return a lower bound of any plan's `period`, for any number of messages in flight.
+
+    Args:
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        uses: Seconds from the start of a forward pass to each tensor's first use; 0 where unknown.
+        cost: Seconds of an all-reduce by its bytes.
+        halves: Whether each bucket is sent in two halves, a reduce-scatter and an all-gather.
+
+    Returns:
+        Seconds from a step's start to the next one's.
+
+    Raises:
+        UsageError: Sizes or times are impossible.
+    """
     check_uses(sizes, ready, uses, max_in_flight=1)
     if not sizes:
         return 0.0
@@ -143,7 +160,7 @@ def lower_bound(
 
 @dataclass(eq=False, slots=True)
 class BucketCandidate:
-    """A bucket that a plan may have.
+    """A bucket that a plan may contain.
 
     Attributes:
         positions: Its tensors, as positions in ready order.
@@ -162,7 +179,14 @@ class BucketCandidate:
 
 @dataclass(eq=False, slots=True)
 class PlannedMessage:
-    """A message: a *part* (0 to 1) of a bucket, which takes *seconds* if alone."""
+    """A message of a plan.
+
+    Attributes:
+        bucket: The bucket.
+        part: The share of the bucket that it carries, from 0 to 1.
+        half: Which half of the all-reduce it is, or all of it.
+        seconds: The time that it takes alone.
+    """
 
     bucket: BucketCandidate
     part: float
@@ -171,9 +195,20 @@ class PlannedMessage:
 
 
 class MessageProblem:
-    """One step's gradients, in ready order, and the network.
+    """Holds one step's gradients and the network's cost, and evaluates lists of messages.
 
-    Attribute `worked` counts the messages that a search has evaluated.
+    Args:
+        sizes: Bytes of each gradient, in ready order.
+        kinds: The kind of each gradient: a bucket has one kind.
+        ready: Seconds from the step's start to each gradient.
+        uses: Seconds from the start of a forward pass to each tensor's first use; 0 where unknown.
+        cost: Seconds of an all-reduce by its bytes.
+        max_in_flight: The number of messages that may be in flight at a time.
+
+    Attributes:
+        end: Seconds from the step's start to the end of backward.
+        overlap: Seconds of an all-reduce's start-up that overlap other messages.
+        worked: The number of messages that a search has evaluated.
     """
 
     def __init__(
@@ -193,7 +228,7 @@ class MessageProblem:
         self.worked = 0
 
     def bucket(self, positions: Iterable[int]) -> BucketCandidate:
-        """A bucket of the tensors at *positions*."""
+        """Return the bucket of the tensors at *positions*."""
         inside = tuple(sorted(positions))
         return BucketCandidate(
             inside,
@@ -206,7 +241,7 @@ class MessageProblem:
     def message(
         self, bucket: BucketCandidate, part: float = 1.0, half: Half = "all"
     ) -> PlannedMessage:
-        """A message of a bucket: a part of it, or a half of the all-reduce."""
+        """Return a message of a bucket: a part of it, or a half of its all-reduce."""
         seconds = self.cost(bucket.size * part)
         # Each half is estimated at half the cost of the all-reduce, start-up included. This is
         # exact for a ring: a half is n - 1 of its 2 (n - 1) rounds, of 1/n of the bytes each.
@@ -215,11 +250,11 @@ class MessageProblem:
         )
 
     def overlappable_startup(self, message: PlannedMessage) -> float:
-        """Seconds of a message's start-up that pass beside others."""
+        """Return the seconds of a message's start-up that overlap other messages."""
         return self.overlap if message.half == "all" else self.overlap / 2
 
     def ends(self, messages: Sequence[PlannedMessage]) -> list[float]:
-        """Seconds from the step's start until each message arrives."""
+        """Predict the seconds from the step's start until each message arrives."""
         self.worked += len(messages) * (
             1 if self.max_in_flight == 1 else CONCURRENT_COST
         )
@@ -239,7 +274,7 @@ class MessageProblem:
         )
 
     def exposed_times(self, messages: Sequence[PlannedMessage]) -> list[float]:
-        """Seconds by which each message arrives after its use; negative: before it."""
+        """Predict the seconds by which each message arrives after its use; negative if before it."""
         if self.max_in_flight > 1:
             ends = self.ends(messages)
             return [
@@ -263,11 +298,21 @@ def least_exposed_time(
     *,
     halves: bool = False,
 ) -> float:
-    """A lower bound of any plan's largest exposed time, however many messages are under way.
+    """Return a lower bound of any plan's largest exposed time, for any number of messages in flight.
 
     Take any set of tensors. At best, its first message begins when its first tensor is ready, and
     the tensor used last arrives last. All of its messages take at least one start-up and the wire's
     time of their bytes. Jackson's rule gives the maximum of this bound over all sets.
+
+    Args:
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        uses: Seconds from the start of a forward pass to each tensor's first use; 0 where unknown.
+        cost: Seconds of an all-reduce by its bytes.
+        halves: Whether each bucket is sent in two halves.
+
+    Returns:
+        Seconds; negative if every tensor can arrive before its use.
     """
     if not ready:
         return 0.0
@@ -286,12 +331,13 @@ def least_exposed_time(
 def _jackson(
     released: Sequence[float], seconds: Sequence[float], uses: Sequence[float]
 ) -> float:
-    """The most by which a job ends after its use, under Jackson's rule.
+    """Return the largest time by which a job ends after its use, under Jackson's rule.
 
     Jobs can be interrupted at no cost. Of the *released* jobs, the one used first continues.
     """
     late, now = float("-inf"), 0.0
-    waiting: list[tuple[float, int, float]] = []  # (use, which, seconds left)
+    # Released jobs: when they are used, their number, and their seconds left.
+    waiting: list[tuple[float, int, float]] = []
     for number, (time, duration, use) in enumerate(
         zip(released, seconds, uses, strict=True)
     ):

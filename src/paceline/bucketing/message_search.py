@@ -1,8 +1,13 @@
-"""Searches for the message plan with the shortest step: `plan_messages`.
+"""Searches for the message plan with the shortest step.
 
-Candidates merge tensors into buckets of several sizes, and send them by Jackson's rule. Buckets go
-whole, in equal parts, or cut where a more urgent bucket becomes ready. For the ready order, the
-best merges are found exactly.
+Candidates merge tensors into buckets of several sizes, and send them by Jackson's rule. A bucket is
+sent whole, in equal parts, or cut at the time when a more urgent bucket becomes ready. For the ready
+order, the search finds the best merges exactly.
+
+- `plan_messages`: the search; start here.
+- `candidate_buckets`, `size_choices`: the buckets and message sizes to try.
+- `earliest_use_first`, `scatters_first`: order messages.
+- `ReadyOrderMerges`: finds the exact merges for the ready order.
 """
 
 from __future__ import annotations
@@ -32,27 +37,31 @@ from paceline.errors import UsageError
 from paceline.interfaces import Half, Message
 
 SLACK = 0.05
-"""A plan is good enough if every bucket arrives this part of a step before its use. Measured times
-vary, so more precision gains nothing."""
+"""A plan is good enough if every bucket arrives this share of a step before its use.
+
+Measured times vary, so more precision gains nothing.
+"""
 
 MOST_WORK = 1_000_000
-"""Messages that a search evaluates at most, which takes half a second to a second."""
+"""The most messages that a search evaluates, which takes half a second to a second."""
 
 SAME = 0.002
-"""Plans that differ by less than this part of a step count as equal: the one with fewer messages is
-used."""
+"""Plans that differ by less than this share of a step count as equal.
+
+The search then returns the plan with fewer messages.
+"""
 
 FINEST_EXPONENT = 9
-"""The smallest merges have 2 to the power of minus this exponent of all bytes."""
+"""The smallest merges have a share of 2**-FINEST_EXPONENT of all bytes."""
 
 MOST_PARTS = 64
 """The most parts that a bucket is cut into."""
 
 MOST_FOR_EXACT = 1000
-"""With more tensors, exact merges would take too long."""
+"""The most tensors for which exact merges are computed, since more would take too long."""
 
 PATIENCE = (0.5, 1.0, 2.0, 4.0, 8.0)
-"""A message is not interrupted to gain less than this number of start-ups."""
+"""Thresholds to try: a message is not interrupted to gain less than this number of start-ups."""
 
 
 def plan_messages(
@@ -67,8 +76,8 @@ def plan_messages(
 ) -> MessagePlan:
     """Find the best message plan, by a search of bounded length.
 
-    With one message at a time and without *halves*, its predicted step is no longer than that of a
-    bucket rule whose averages are waited for where backward ends.
+    With one message at a time and without *halves*, its predicted step is never longer than under a
+    bucket rule with waits at the end of backward.
 
     Args:
         sizes: Bytes of each gradient, in ready order.
@@ -77,8 +86,8 @@ def plan_messages(
         uses: Seconds of computing from the start of a forward pass to each tensor's first use; 0
             where no use was observed.
         cost: Seconds of an all-reduce by its bytes.
-        max_in_flight: The number of messages that may be under way at a time.
-        halves: Whether each bucket goes whole in two messages, a reduce-scatter and an all-gather.
+        max_in_flight: The number of messages that may be in flight at a time.
+        halves: Whether each bucket is sent in two messages, a reduce-scatter and an all-gather.
 
     Returns:
         The plan; `period` predicts its step.
@@ -101,17 +110,15 @@ def plan_messages(
 
 
 class _Search:
-    """The best plan so far for each number of messages. *goal*: an exposed time that is good
-    enough."""
+    """Collects the best plan for each number of messages, until an exposed time of *goal* is met."""
 
     def __init__(self, problem: MessageProblem, goal: float) -> None:
         self.problem, self.goal = problem, goal
         self.late = self.most = math.inf
-        """`late` is the best plan's exposed time. `most` is the limit for any plan: the first
-        offered plan's."""
+        """Exposed times: `late` of the best plan, and `most` of the first plan, a limit for all."""
         self._same = SAME * (problem.end + max(0.0, goal))
         self._shortest: dict[int, tuple[float, list[PlannedMessage]]] = {}
-        """The best plan by its number of messages."""
+        """The best exposed time and plan, by the number of messages."""
 
     @property
     def is_over(self) -> bool:
@@ -120,7 +127,7 @@ class _Search:
         return met or self.problem.worked > MOST_WORK
 
     def offer(self, messages: list[PlannedMessage]) -> float:
-        """Keep this plan if it is among the best. Return its exposed time."""
+        """Store this plan if it is among the best, and return its exposed time."""
         late, count = max(self.problem.exposed_times(messages)), len(messages)
         if count not in self._shortest or late < self._shortest[count][0]:
             self._shortest[count] = late, messages
@@ -130,7 +137,7 @@ class _Search:
         return late
 
     def simplest(self) -> list[PlannedMessage]:
-        """The plan with the fewest messages among those as good as the best one."""
+        """Return the plan with the fewest messages among the plans as good as the best one."""
         most = min(self.most, max(self.late, self.goal) + self._same)
         good = [n for n, (late, _) in self._shortest.items() if late <= most]
         return self._shortest[min(good)][1]
@@ -138,8 +145,8 @@ class _Search:
     def tune(self, merges: Sequence[list[BucketCandidate]]) -> None:
         """Try Jackson's rule with several merges and message sizes.
 
-        From each of a few starting points, change one choice after the other for as long as that
-        helps.
+        From each of a few starting points, it changes one choice after the other while the plan
+        improves.
         """
         most, patience, gathered = size_choices(self.problem)
         tried: dict[tuple[int, MessageSizes], float] = {}
@@ -180,8 +187,8 @@ class _Search:
 def _search_whole(problem: MessageProblem, search: _Search) -> None:
     """Search plans of whole buckets or parts, simple plans first.
 
-    The first plans are those of bucket rules, so the result is no worse than waiting where backward
-    ends.
+    The first plans come from bucket rules, so the result is no worse than waiting at the end of
+    backward.
     """
     known = []
     for rule in ("optimal", "mg-wfbp"):
@@ -247,9 +254,9 @@ class MessageSizes:
     """The sizes of messages under Jackson's rule.
 
     Attributes:
-        most: Bytes of a message at most; several at a time hide start-ups of small ones.
-        patience: A message is not interrupted to gain less than these seconds; infinity: never.
-        gathered: Bytes up to which buckets that are ready are merged.
+        most: The largest message, in bytes. Several small ones in flight hide their start-ups.
+        patience: The least gain, in seconds, for which a message is interrupted; infinity: never.
+        gathered: The size, in bytes, up to which ready buckets are merged.
     """
 
     most: float = math.inf
@@ -258,7 +265,7 @@ class MessageSizes:
 
 
 def candidate_buckets(problem: MessageProblem) -> Iterator[list[BucketCandidate]]:
-    """Merges of neighbours in ready order, of one kind each, coarse to fine."""
+    """Yield merges of neighbours in ready order, of one kind each, from coarse to fine."""
     total = sum(problem.sizes)
     seen: set[tuple[tuple[int, ...], ...]] = set()
     for k in range(2 * FINEST_EXPONENT + 1):
@@ -271,7 +278,7 @@ def candidate_buckets(problem: MessageProblem) -> Iterator[list[BucketCandidate]
 
 
 def _merged(problem: MessageProblem, most: float) -> list[BucketCandidate]:
-    """Buckets that are closed before they have more than *most* bytes."""
+    """Merge tensors into buckets of at most *most* bytes; a larger tensor is a bucket of its own."""
     buckets: list[BucketCandidate] = []
     open_ones: dict[Hashable, list[int]] = {}
     filled: dict[Hashable, float] = {}
@@ -291,15 +298,15 @@ def _merged(problem: MessageProblem, most: float) -> list[BucketCandidate]:
 def size_choices(
     problem: MessageProblem,
 ) -> tuple[list[float], list[float], list[float]]:
-    """The values to try for each field of `MessageSizes`, coarse to fine, after "no limit"."""
+    """Return the values to try for each field of `MessageSizes`: no limit, then coarse to fine."""
     total, start_up = sum(problem.sizes), problem.cost(0.0)
     most, gathered = [math.inf], [0.0]
     for k in range(2, 2 * FINEST_EXPONENT + 1):
         size = total / 2 ** (k / 2)
         gathered.append(size)
         seconds = problem.cost(size)
-        # Smaller messages would not hide even one start-up. One at a time, small messages only
-        # add start-ups, unless large messages cost more per byte.
+        # Smaller messages would not hide even one start-up. With one message at a time, small
+        # messages only add start-ups, unless large messages cost more per byte.
         hidden = problem.max_in_flight > 1 and seconds >= 1.5 * problem.overlap
         if hidden or problem.cost(2 * size) > 2 * seconds * (1 + 1e-9):
             most.append(size)
@@ -314,10 +321,17 @@ def earliest_use_first(
     *,
     halves: bool = False,
 ) -> list[PlannedMessage]:
-    """Send by Jackson's rule: whenever the network is free, send a part of the ready bucket used
-    first.
+    """Order messages by Jackson's rule: whenever the network is free, send the ready bucket used first.
 
-    With *halves*, buckets go whole, and a second half is ready when its first half has arrived.
+    Args:
+        problem: The step's gradients and the network.
+        buckets: The buckets to send.
+        message_sizes: How to cut and merge buckets; None: each is sent whole.
+        halves: Whether buckets are sent in two halves. A second half is ready when its first half
+            has arrived.
+
+    Returns:
+        The messages, in the order of sending.
     """
     queue = _EarliestUseFirst(problem, buckets, message_sizes or MessageSizes(), halves)
     send(queue, problem.max_in_flight)
@@ -328,7 +342,7 @@ def earliest_use_first(
 
 
 class _EarliestUseFirst:
-    """The `Queue` of `earliest_use_first`."""
+    """The `Queue` of `earliest_use_first`, which records its messages."""
 
     def __init__(
         self,
@@ -375,14 +389,14 @@ class _EarliestUseFirst:
             self._push(arrived.bucket, 1.0, "gather")
 
     def _push(self, bucket: BucketCandidate, left: float, half: Half) -> None:
-        # Of equally urgent buckets, the first one goes first; but a bucket that has begun
-        # continues.
+        # Of equally urgent buckets, a bucket that has begun continues. Otherwise the first one
+        # goes first.
         self._pushed += 1
         order = -self._pushed if left < 1 else self._pushed
         heapq.heappush(self._waiting, (bucket.due, order, left, half, bucket))
 
     def _with_others(self, bucket: BucketCandidate) -> BucketCandidate:
-        """A bucket, merged with the next most urgent ones that are ready."""
+        """Merge a bucket with the next most urgent ready buckets, as `MessageSizes` allows."""
         positions, size = list(bucket.positions), bucket.size
         while self._waiting:
             _, _, left, _, other = self._waiting[0]
@@ -395,14 +409,14 @@ class _EarliestUseFirst:
         return self._problem.bucket(positions) if more else bucket
 
     def _part(self, bucket: BucketCandidate, left: float, now: float) -> float:
-        """The part of a bucket to send now, of what is *left* of it."""
+        """Return the part of a bucket to send now; *left* is its unsent part."""
         problem, message_sizes = self._problem, self._sizes
         part = left
         if bucket.size > message_sizes.most:
             parts = min(MOST_PARTS, math.ceil(bucket.size / message_sizes.most))
             part = 1 / parts
             if now - self._took < 0.3 * problem.overlap:
-                # Messages that start together end together, and the wire would rest each time.
+                # Messages that start together end together, and leave the wire idle each time.
                 part /= 2
             if left - part < 0.3 / parts:
                 part = left
@@ -414,7 +428,7 @@ class _EarliestUseFirst:
         return part
 
     def _next_more_urgent(self, due: float, until: float) -> float:
-        """When the next bucket used before *due* is ready; *until* if none is ready before that."""
+        """Return when the next bucket used before *due* is ready, at most *until*."""
         for bucket in itertools.islice(self._coming, self._come, None):
             if bucket.ready >= until:
                 break
@@ -425,8 +439,10 @@ class _EarliestUseFirst:
     def _part_that_takes(
         self, bucket: BucketCandidate, most: float, seconds: float
     ) -> float:
-        """The part of a bucket that takes *seconds* or slightly longer, so that the urgent bucket
-        is ready then."""
+        """Return the part of a bucket that takes *seconds* or slightly longer.
+
+        The urgent bucket is thus ready when that part has been sent.
+        """
         low, high = 0.0, most
         for _ in range(20):
             middle = (low + high) / 2
@@ -442,10 +458,18 @@ def join_neighbours(
 ) -> list[PlannedMessage]:
     """Join consecutive parts of one bucket into one message, unless that takes longer.
 
-    Only with one message at a time: concurrent parts overlap their start-ups.
+    This applies only with one message at a time.
+
+    Args:
+        problem: The step's gradients and the network.
+        messages: Messages in the order of sending.
+
+    Returns:
+        The messages after joining.
     """
+    # The start-ups of concurrent parts overlap, so joining them gains nothing.
     if problem.max_in_flight > 1:
-        return list(messages)  # their start-ups overlap
+        return list(messages)
     result: list[PlannedMessage] = []
     for message in messages:
         before = result[-1] if result else None
@@ -462,19 +486,22 @@ def join_neighbours(
 def scatters_first(
     problem: MessageProblem, buckets: Sequence[BucketCandidate]
 ) -> list[PlannedMessage]:
-    """DeAR's order: first halves as they are ready, then second halves as they are used."""
+    """Return messages in DeAR's order: first halves in ready order, then second halves by first use."""
     first = [problem.message(bucket, half="scatter") for bucket in buckets]
     by_first_use = sorted(buckets, key=lambda bucket: bucket.due)
     return first + [problem.message(bucket, half="gather") for bucket in by_first_use]
 
 
 class ReadyOrderMerges:
-    """The exact merges of neighbours if buckets go whole and in ready order, one at a time.
+    """Finds the best merges of neighbours exactly, for whole buckets in ready order, one at a time.
 
     With P the prefix sums of sizes, the first j tensors have arrived at ``f(j) = min over i < j of
     max(f(i), ready(j)) + cost(P(j) - P(i))``. Only those i count whose message is no later than a
-    limit. A smaller f(j) never delays later messages. Bisection finds the least limit. *apart*:
-    seconds of each start-up that do not occupy the wire, as in `bucketing.rules`.
+    limit. A smaller f(j) never delays later messages. Bisection finds the least limit.
+
+    Args:
+        problem: The step's gradients and the network.
+        apart: Seconds of each start-up that do not occupy the wire, as in `bucketing.rules`.
     """
 
     def __init__(self, problem: MessageProblem, apart: float = 0.0) -> None:
@@ -483,7 +510,8 @@ class ReadyOrderMerges:
         prefix: Seconds = np.concatenate(([0.0], np.cumsum(np.asarray(problem.sizes))))
         uses: Seconds = np.asarray(problem.uses, np.float64)
         self._seconds, self._dues, self._first = [], [], []
-        run = 0  # start of the current run of tensors of one kind
+        # The start of the current run of tensors of one kind.
+        run = 0
         for j in range(1, count + 1):
             if j > 1 and problem.kinds[j - 1] != problem.kinds[j - 2]:
                 run = j - 1
@@ -493,7 +521,7 @@ class ReadyOrderMerges:
             self._dues.append(problem.end + first_use)
 
     def within(self, limit: float) -> list[BucketCandidate] | None:
-        """The buckets that arrive soonest, if none is more than *limit* late; else None."""
+        """Return the buckets that arrive first if no exposed time exceeds *limit*; else None."""
         problem, count = self._problem, len(self._problem.sizes)
         done: Seconds = np.zeros(count + 1)
         came_from = [0] * (count + 1)
@@ -514,9 +542,14 @@ class ReadyOrderMerges:
         return buckets[::-1]
 
     def least_late(self, goal: float, known: float) -> list[BucketCandidate] | None:
-        """The buckets with the least exposed time, or some that meet *goal*.
+        """Search the buckets with the least exposed time.
 
-        None if no plan is better than *known*.
+        Args:
+            goal: An exposed time that is good enough, in seconds.
+            known: The exposed time of the best known plan, in seconds.
+
+        Returns:
+            The buckets, or any buckets that meet *goal*. None if no plan is better than *known*.
         """
         best = self.within(goal)
         if best is not None:

@@ -1,7 +1,7 @@
-"""Bucket rules: which gradients travel in one all-reduce.
+"""Bucket rules: group gradients into all-reduces.
 
-`plan_buckets` turns gradients' sizes, their ready times and the cost of an all-reduce into
-buckets; start here. `distribute`, the planner and the benchmarks use the same function.
+`plan_buckets` computes buckets from the gradients' sizes, their ready times and the cost of an
+all-reduce; start here. `distribute`, the planner and the benchmarks use the same function.
 
 ==========  ===============================================================================
 wfbp        a bucket per tensor
@@ -41,10 +41,13 @@ from paceline.errors import UsageError, unknown
 
 DDP_FIRST_BYTES = 1024 * 1024
 DDP_BYTES = 25 * 1024 * 1024
+"""Bytes of DDP's later buckets; the first one has `DDP_FIRST_BYTES`."""
 
 SEARCH_TRIALS = 400
-"""Plans that `optimal` tries by small changes, if it is inexact because several all-reduces run at
-a time."""
+"""The most plans that `optimal` tries by small changes.
+
+It does so only if it is inexact, because several all-reduces run at a time.
+"""
 
 
 def plan_buckets(
@@ -58,19 +61,19 @@ def plan_buckets(
 ) -> list[list[int]]:
     """Group gradients into buckets.
 
-    Each kind is planned by itself, and buckets are ordered by the tensor that completes
-    them. A measured rule also plans in ready order, ending a bucket wherever the kind changes,
-    and keeps the plan that ends first. Plans of alternating kinds are not exact; ``optimal``
-    still never ends later than another rule.
+    Each kind is planned separately, and buckets are ordered by the tensor that completes them. A
+    measured rule also plans in ready order, where a bucket ends when the kind changes. It returns
+    the plan that ends first. Plans of alternating kinds are not exact, but ``optimal`` never ends
+    later than another rule.
 
     Args:
         rule: One of `RULES`, or lengths such as ``"3+5+2"``.
         sizes: Bytes of each gradient, in gradient-ready order.
         kinds: The kind of each gradient (dtype and device): a bucket has one kind. None: all are
             of one kind.
-        ready: Seconds from the step's start to each gradient. Rules that measure need them.
-        cost: Seconds of an all-reduce by its bytes. Rules that measure need it.
-        max_in_flight: The number of all-reduces that may be under way at a time.
+        ready: Seconds from the step's start to each gradient. The rules of `MEASURED` need them.
+        cost: Seconds of an all-reduce by its bytes. The rules of `MEASURED` need it.
+        max_in_flight: The number of all-reduces that may be in flight at a time.
 
     Returns:
         Positions of each bucket's tensors in ready order.
@@ -116,7 +119,8 @@ def plan_buckets(
         buckets,
         _measured(rule, sizes, ready, cost, _runs(kinds), max_in_flight),
     ]
-    if rule == "optimal":  # each kind's plan ignores the messages of the others
+    # The plan of one kind ignores the messages of the others, so another rule may be faster.
+    if rule == "optimal":
         others = [other for other in RULES if other != rule]
         candidates += [
             plan_buckets(other, sizes, kinds, ready, cost, max_in_flight=max_in_flight)
@@ -131,7 +135,7 @@ def plan_buckets(
 
 
 def check_rule(rule: str) -> str:
-    """Return *rule* if it exists; raise `UsageError` naming those that do."""
+    """Return *rule*; raise `UsageError` with the known rules if it does not exist."""
     if rule not in RULES and _explicit_lengths(rule) is None:
         known = unknown("bucket rule", rule, RULES)
         raise UsageError(f"{known} Or bucket lengths, such as '3+5+2'.")
@@ -139,17 +143,17 @@ def check_rule(rule: str) -> str:
 
 
 def wfbp(sizes: Sequence[float]) -> list[int]:
-    """A bucket per tensor: wait-free backpropagation (Zhang et al., Poseidon, 2017)."""
+    """Return lengths of one bucket per tensor: wait-free backpropagation (Zhang et al., Poseidon, 2017)."""
     return [1] * len(sizes)
 
 
 def single(sizes: Sequence[float]) -> list[int]:
-    """One bucket, sent when backward has ended."""
+    """Return the length of a single bucket, which is sent when backward has ended."""
     return [len(sizes)] if sizes else []
 
 
 def ddp(sizes: Sequence[float]) -> list[int]:
-    """PyTorch DDP's rule: a first bucket of 1 MiB, then buckets of 25 MiB.
+    """Return bucket lengths by PyTorch DDP's rule: a first bucket of 1 MiB, then buckets of 25 MiB.
 
     A bucket is closed by the tensor that brings it to its limit (torch's
     ``_compute_bucket_assignment_by_size`` over the ready order).
@@ -171,12 +175,13 @@ FIXED: dict[str, Callable[[Sequence[float]], list[int]]] = {
     "single": single,
     "wfbp": wfbp,
 }
-"""Rules that need sizes alone."""
+"""Rules that need only sizes."""
 
 MEASURED = ("mg-wfbp", "optimal")
 """Rules that need ready times and a cost."""
 
 RULES = (*FIXED, *MEASURED)
+"""The names of all rules."""
 
 
 def _measured(
@@ -187,7 +192,7 @@ def _measured(
     runs: Sequence[int],
     max_in_flight: int,
 ) -> list[list[int]]:
-    """Buckets of neighbours in ready order, by a rule of `MEASURED`."""
+    """Plan buckets of neighbours in ready order by a rule of `MEASURED`."""
     totals = list(itertools.accumulate(sizes))
     greedy = mg_wfbp(sizes, ready, fit(cost, [*sizes, *totals]), runs)
     if rule == "mg-wfbp":
@@ -204,18 +209,28 @@ def mg_wfbp(
     cost: AffineCost,
     runs: Sequence[int],
 ) -> list[int]:
-    """MG-WFBP's Algorithm 1, in one pass.
+    """Plan buckets by MG-WFBP's Algorithm 1, in one pass.
 
-    A gradient is merged into the next one's message where that next gradient is ready
-    before this message could have passed its start-up: r(l-1) < tau_c(l) + a (Theorem 1).
-    The paper recomputes all tau_c after each merge, in O(L^2); the plans are the same.
-    ``runs[i]`` is where the run of tensors of one kind that holds tensor i began.
+    A gradient is merged into the next one's message if that gradient is ready before this message
+    would complete its start-up: r(l-1) < tau_c(l) + a (Theorem 1). The paper recomputes all tau_c
+    after each merge, in O(L^2); the plans are the same.
+
+    Args:
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        cost: Seconds of an all-reduce by its bytes.
+        runs: For each tensor, the position at which the run of tensors of its kind began.
+
+    Returns:
+        The number of tensors in each bucket.
     """
     lengths = []
-    busy, waiting, count = 0.0, 0.0, 0  # busy: when the channel is free again
+    # `busy` is the time at which the channel is free again.
+    busy, waiting, count = 0.0, 0.0, 0
     for i, size in enumerate(sizes):
         waiting, count = waiting + size, count + 1
-        start = max(busy, ready[i])  # tau_c
+        # The paper's tau_c.
+        start = max(busy, ready[i])
         more = i + 1 < len(sizes) and runs[i + 1] == runs[i]
         if more and ready[i + 1] < start + cost.start_up:
             continue
@@ -233,12 +248,23 @@ def optimal(
     max_in_flight: int,
     others: Sequence[list[int]],
 ) -> list[int]:
-    """The plan that ends first, and never later than the plans *others*.
+    """Plan the buckets whose last all-reduce ends first, and never later than with *others*.
 
-    With one all-reduce at a time it is exact, for any cost that does not fall. With several it is
-    exact if there are so few plans that all can be tried. Else the candidates are *others*, and
-    exact plans for one all-reduce at a time with 0 to 100 % of the start-up overlapped. Small
-    changes then improve the best of these. The search stops early where it meets `lower_bound`.
+    With one all-reduce at a time, the plan is exact for any cost that does not fall. With several,
+    it is exact if there are few enough plans to try all. Otherwise, the candidates are *others* and
+    the exact plans for one all-reduce at a time with 0 to 100 % of the start-up overlapped. Small
+    changes then improve the best candidate. The search stops early when it meets `lower_bound`.
+
+    Args:
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        cost: Seconds of an all-reduce by its bytes.
+        runs: For each tensor, the position at which the run of tensors of its kind began.
+        max_in_flight: The number of all-reduces that may be in flight at a time.
+        others: Bucket lengths of other plans.
+
+    Returns:
+        The number of tensors in each bucket.
     """
     if max_in_flight == 1:
         return _exact(sizes, ready, cost, runs, 0.0)
@@ -275,11 +301,20 @@ def optimal(
 def lower_bound(
     sizes: Sequence[float], ready: Sequence[float], cost: Cost, runs: Sequence[int]
 ) -> float:
-    """Seconds below which no plan can end, however many all-reduces are under way at a time.
+    """Return a lower bound of any plan's end, for any number of all-reduces in flight.
 
-    With all of them under way, every start-up passes beside the others. The wire never rests
-    while a bucket is ready, and the order does not change when it is done. So one queue for the
-    wire alone gives the end exactly. Fewer at a time only make buckets later.
+    If all are in flight, all start-ups overlap. The wire is never idle while a bucket is ready, and
+    the order of buckets does not affect when it is done. So a queue for the wire alone gives the
+    exact end. Fewer all-reduces in flight only delay buckets.
+
+    Args:
+        sizes: Bytes of each gradient, in ready order.
+        ready: Seconds from the step's start to each gradient.
+        cost: Seconds of an all-reduce by its bytes.
+        runs: For each tensor, the position at which the run of tensors of its kind began.
+
+    Returns:
+        Seconds from the step's start.
     """
     overlap = overlappable_startup(cost)
     plan = _exact(sizes, ready, cost, runs, overlap)
@@ -299,18 +334,19 @@ def _exact(
     runs: Sequence[int],
     apart: float,
 ) -> list[int]:
-    """The plan whose last all-reduce ends first, with one all-reduce at a time.
+    """Plan the buckets whose last all-reduce ends first, with one all-reduce at a time.
 
-    *apart*: seconds of each start-up that do not occupy the channel. With P the prefix sums of
-    sizes, the first j gradients are done at ``f(j) = min over i < j of max(f(i), ready(j) + apart)
-    + cost(P(j) - P(i)) - apart``. Ending later never helps later messages. Of all i with f(i) <=
-    ready(j) + apart only the last can be best, since its message is the smallest.
+    *apart* is the seconds of each start-up that do not occupy the channel. With P the prefix sums
+    of sizes, the first j gradients are done at ``f(j) = min over i < j of max(f(i), ready(j) +
+    apart) + cost(P(j) - P(i)) - apart``. A later end never helps later messages. Of all i with
+    f(i) <= ready(j) + apart only the last can be best, since its message is the smallest.
     """
     count = len(sizes)
     prefix: Seconds = np.concatenate(([0.0], np.cumsum(np.asarray(sizes, np.float64))))
     done: Seconds = np.zeros(count + 1)
     came_from = [0] * (count + 1)
-    idle = 0  # the last i with f(i) <= ready(j) + apart
+    # The last i with f(i) <= ready(j) + apart.
+    idle = 0
     for j in range(1, count + 1):
         released = ready[j - 1] + apart
         while idle + 1 < j and done[idle + 1] <= released:
@@ -318,7 +354,8 @@ def _exact(
         first = max(idle, runs[j - 1])
         message = prefix[j] - prefix[first:j]
         ends = np.maximum(done[first:j], released) + (many(cost, message) - apart)
-        best = int(np.argmin(ends))  # the first of equal ones: fewer messages
+        # argmin returns the first of equal ends, which has the fewest messages.
+        best = int(np.argmin(ends))
         done[j] = ends[best]
         came_from[j] = first + best
     lengths = []
@@ -329,7 +366,7 @@ def _exact(
 
 
 def _forced_cuts(runs: Sequence[int]) -> set[int]:
-    """Where a bucket must end, because the kind changes."""
+    """Return the positions at which a bucket must end because the kind changes."""
     return {i for i in range(1, len(runs)) if runs[i] != runs[i - 1]}
 
 
@@ -351,7 +388,7 @@ def _all_plans(runs: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _neighbours(plan: Sequence[int], runs: Sequence[int]) -> Iterator[list[int]]:
-    """Plans that differ in one boundary: moved, taken out or added."""
+    """Yield the plans in which one boundary is moved, removed or added."""
     count = sum(plan)
     cuts = list(itertools.accumulate(plan))[:-1]
     forced = _forced_cuts(runs)
@@ -374,7 +411,7 @@ def _neighbours(plan: Sequence[int], runs: Sequence[int]) -> Iterator[list[int]]
 
 
 def _explicit_lengths(rule: str) -> list[int] | None:
-    """The lengths that ``"3+5+2"`` writes; None if it writes none."""
+    """Parse bucket lengths such as ``"3+5+2"``; return None if *rule* is not such a list."""
     words = rule.split("+")
     if not all(word.isascii() and word.isdigit() and int(word) for word in words):
         return None
@@ -387,7 +424,7 @@ def _positions(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def _runs(kinds: Sequence[Hashable]) -> list[int]:
-    """For each tensor, where the run of tensors of its kind began."""
+    """Return, for each tensor, the position at which the run of tensors of its kind began."""
     runs: list[int] = []
     for i, kind in enumerate(kinds):
         runs.append(runs[-1] if i and kind == kinds[i - 1] else i)

@@ -1,4 +1,10 @@
-"""Predicts when messages arrive: all-reduces in a given order, one or several at a time."""
+"""Predicts when messages arrive, one or several at a time.
+
+- `finish_time`: when the last all-reduce of given buckets ends; start here.
+- `arrivals`: when each message arrives, in a given order.
+- `send`, `Queue`: the same, for an order that depends on time.
+- `check_buckets`, `check_times`, `check_sizes`: check the arguments.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +28,14 @@ def finish_time(
     """Predict when the last all-reduce of a step ends (MG-WFBP, section 4.1, one at a time).
 
     A bucket is sent when all buckets before it are sent, its last gradient is ready, and fewer
-    than *max_in_flight* all-reduces are under way. Concurrent all-reduces share the wire fairly.
+    than *max_in_flight* all-reduces are in flight. Concurrent all-reduces share the wire fairly.
 
     Args:
         buckets: Positions of each bucket's tensors in ready order, rising, in the order of sending.
         sizes: Bytes of each gradient, in ready order.
         ready: Seconds from the step's start to each gradient.
         cost: Seconds of an all-reduce by its bytes.
-        max_in_flight: The number of all-reduces that may be under way at a time.
+        max_in_flight: The number of all-reduces that may be in flight at a time.
 
     Returns:
         Seconds from the step's start.
@@ -51,7 +57,7 @@ def finish_buckets(
     *,
     max_in_flight: int = 1,
 ) -> float:
-    """`finish_time` of buckets with these *sizes* (bytes) and *ready* times, unchecked."""
+    """Return `finish_time` of buckets with these *sizes* (bytes) and *ready* times, without checks."""
     seconds = [cost(size) for size in sizes]
     startups = [overlappable_startup(cost)] * len(seconds)
     return max(
@@ -67,12 +73,19 @@ def arrivals(
     max_in_flight: int = 1,
     after: Sequence[int] | None = None,
 ) -> list[float]:
-    """Predict when each message arrives, if they are sent in this order, *max_in_flight* at a time.
+    """Predict when each message arrives if messages are sent in this order.
 
-    Each message takes *seconds* if alone. *startups* is the part of each that overlaps other
-    messages; the rest occupies the wire, which is shared fairly. ``after[i]`` is the number of an
-    earlier message that must have arrived before message i starts, or -1. Messages behind i wait,
-    too.
+    Args:
+        ready: Seconds from the step's start until each message can be sent.
+        seconds: The time that each message takes alone.
+        startups: The seconds of each message's time that overlap other messages. The rest occupies
+            the wire, which messages share fairly.
+        max_in_flight: The number of messages that may be in flight at a time.
+        after: ``after[i]`` is the number of an earlier message that must have arrived before
+            message i starts, or -1. Messages behind i wait, too.
+
+    Returns:
+        Seconds from the step's start until each message arrives.
     """
     if max_in_flight > 1:
         return send(_InOrder(ready, seconds, startups, after), max_in_flight)
@@ -85,35 +98,47 @@ def arrivals(
 
 
 class Queue(Protocol):
-    """Messages to send."""
+    """Supplies `send` with messages, in an order that may depend on time."""
 
     def take(self, now: float) -> tuple[float, float] | None:
-        """The next message that can start now: its seconds if alone, and the part of them that
-        overlaps others.
+        """Return the next message that can start now.
 
-        None if no message can start now.
+        Args:
+            now: Seconds from the step's start.
+
+        Returns:
+            The seconds that the message takes alone, and the part of them that overlaps other
+            messages. None if no message can start now.
         """
         ...
 
     def next_release(self, now: float) -> float:
-        """When the next message can start, as far as that is known; else infinity."""
+        """Return when the next message can start; infinity if that is not known yet."""
         ...
 
     def arrived(self, message: int, now: float) -> None:
-        """Message number *message*, in the order of `take`, has arrived."""
+        """Note that a message has arrived; *message* is its number in the order of `take`."""
         ...
 
 
 def send(queue: Queue, max_in_flight: int) -> list[float]:
-    """Predict when the messages of *queue* arrive, in the order of `Queue.take`.
+    """Predict when the messages of a queue arrive.
 
-    *max_in_flight* messages move at a time. Their start-ups overlap, and they share the wire
-    fairly.
+    Start-ups overlap, and messages share the wire fairly.
+
+    Args:
+        queue: The messages.
+        max_in_flight: The number of messages that may be in flight at a time.
+
+    Returns:
+        Seconds from the step's start until each message arrives, in the order of `Queue.take`.
     """
     ends: list[float] = []
     now = 0.0
-    starting: list[tuple[float, int, float]] = []  # (when on the wire, which, wire)
-    moving: list[tuple[float, int]] = []  # (seconds of wire left, if alone, which)
+    # Messages in their start-up: when they reach the wire, their number, and their seconds on it.
+    starting: list[tuple[float, int, float]] = []
+    # Messages on the wire: the seconds left if they were alone, and their number.
+    moving: list[tuple[float, int]] = []
     while True:
         while len(starting) + len(moving) < max_in_flight:
             taken = queue.take(now)
@@ -127,7 +152,7 @@ def send(queue: Queue, max_in_flight: int) -> list[float]:
             _, message, wire = starting.pop(0)
             moving.append((wire, message))
         moving.sort()
-        # The next event: a message can start, one gets onto the wire, or one arrives.
+        # The next event: a message can start, a message reaches the wire, or a message arrives.
         free = len(starting) + len(moving) < max_in_flight
         next_ready = queue.next_release(now) if free else math.inf
         next_start = starting[0][0] if starting else math.inf
@@ -146,7 +171,7 @@ def send(queue: Queue, max_in_flight: int) -> list[float]:
 
 
 class _InOrder:
-    """A `Queue` whose order is given."""
+    """A `Queue` that sends messages in a fixed order."""
 
     def __init__(
         self,
@@ -178,7 +203,7 @@ class _InOrder:
 
 
 def check_buckets(buckets: Sequence[Sequence[int]], count: int) -> None:
-    """Raise `UsageError` unless *buckets* hold each of *count* tensors once."""
+    """Raise `UsageError` unless *buckets* hold each of *count* tensors exactly once."""
     positions = sorted(itertools.chain.from_iterable(buckets))
     if positions != list(range(count)) or not all(buckets):
         raise UsageError(
