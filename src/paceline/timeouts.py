@@ -60,6 +60,8 @@ class Timeouts:
     """After a connection between servers was lost, until the first attempt to restore it. Each further one waits twice as long."""
     peer_retry_at_most: float = 1.0
     """The longest wait between two such attempts."""
+    peer_return: float = 10.0
+    """A lost group server may take to answer again in a job without `--survive`: nothing restarts it there."""
 
     # Collectives
     chain_close: float = 5.0

@@ -21,6 +21,7 @@ from paceline.parameter_server.state_machine.server import (
     ParameterServer,
 )
 from paceline.spec import parse
+from paceline.timeouts import timeouts
 from paceline.transport import liveness
 
 MOST_SERVICES = 64
@@ -67,8 +68,9 @@ def make_group_server(
     *,
     incarnation: int = 0,
     enters: bool = False,
+    patience: float | None = None,
 ) -> GroupServer:
-    """Make the server of one group: see `GroupServer`."""
+    """Make the server of one group: see `GroupServer`. *patience*: by default, until a restart."""
     local = LocalServer(
         description.number,
         workers,
@@ -80,7 +82,7 @@ def make_group_server(
         description.services,
         incarnation=incarnation,
         enters=enters,
-        patience=liveness.patience(),
+        patience=liveness.patience() if patience is None else patience,
     )
 
 
@@ -88,7 +90,10 @@ SERVICES: dict[str, Factory] = {
     "server": lambda description, workers, method: make_parameter_server(
         workers, description.name, method
     ),
-    "group-server": make_group_server,
+    # Only supervised servers are restarted.
+    "group-server": lambda *described: make_group_server(
+        *described, patience=timeouts.peer_return
+    ),
     "atp-server": lambda *_: sums_service.SumsService(),
 }
 
