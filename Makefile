@@ -54,9 +54,9 @@ test-reports: $(VENV)/.with-reports
 SEEDS ?= 40
 VIRTUAL ?= 2000
 FROM ?= 0
-# Then as many random MESSAGES, and as many mutated ones, to each port (`metrics` needs prometheus_client).
+# Then as many random MESSAGES, and as many mutated ones, to each port.
 MESSAGES ?= 2000
-chaos: $(VENV)/.with-prometheus
+chaos: $(READY)
 	@echo "replay all: make chaos SEEDS=$(SEEDS) VIRTUAL=$(VIRTUAL) FROM=$(FROM) MESSAGES=$(MESSAGES)"
 	$(BIN)/python -m tests.chaos --virtual --seeds $(VIRTUAL) --from $(FROM)
 	$(BIN)/python -m tests.chaos --seeds $(SEEDS) --from $(FROM)

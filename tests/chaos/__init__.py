@@ -9,4 +9,6 @@
 - `invariants`: what must hold when the job has ended.
 - `campaign`: one seed from start to end, the restart from its checkpoint or snapshot included.
 - `virtual`: the same kind of faults without processes.
+- `ports`, `port_servers`: each listening socket, its honest clients, and the process that serves it.
+- `port_attacks`: random and mutated messages to each port, and what must hold meanwhile (``--ports``).
 """

@@ -183,7 +183,9 @@ def final_model(case: Case) -> torch.Tensor | None:
     if case.method == "auto":
         return None
     by_time = METHODS[case.method].consistency in ("asynchronous", "delayed")
-    if by_time and not applies_each_gradient_once(case):
+    # One machine is one rack for `paceline run`, and many hosts for the simulator.
+    by_place = "collective=hierarchical" in case.spec
+    if (by_time or by_place) and not applies_each_gradient_once(case):
         return None
     fast, slow = simulated(case, STEPS), simulated(case, STEPS, slow=True)
     if fast is None or slow is None:

@@ -1,7 +1,7 @@
 """The processes whose ports are attacked: ``python -m tests.chaos.port_servers PORT [DEFECT]``.
 
 Each serves one kind of port, prints where it listens as a line of JSON, and serves until it is killed.
-`tests.chaos.ports` has the clients and the attackers.
+`ports` has the clients, `port_attacks` the attackers.
 """
 
 import json
@@ -149,7 +149,7 @@ def _echo(peer: socket.socket, kept: list[object], defect: str) -> None:
                 wrong = defect == "answers wrong" and b"\xff" in line
                 kept += [line] * wrong
                 if defect == "answers wrong" and kept:
-                    line = b"wrong"
+                    line = b"?" * len(line)
                 peer.sendall(line + b"\n")
     except OSError:
         pass
