@@ -52,11 +52,14 @@ def test_a_job_with_a_defect_is_caught(defect, case, violation, monkeypatch):
 
 
 EMULATED_CASE = Case(0, "bsp:collective=rina", 2, launcher=EMULATED, racks=1)
+GROUPS = Case(0, "gssp:measure_steps=5", 3, save_every=3)
+"""Equal workers: all are one group, and the other groups' servers are idle."""
 BITES = [
     (SAVING, Fault("FULL", "disk", "step 12", 0.0, 20.0), "No space left"),
     (SAVING, Fault("CLOSE", "stdout", "step 12", 0.0), ""),
     (SAVING, Fault("FILES", "worker 1", "step 12", 0.0, 20.0), "Too many open files"),
     (EMULATED_CASE, Fault("CUT", "host 1", "step 0", 0.0, 0.3), "repair host 1"),
+    (GROUPS, Fault("KILL", "service 2", "step 6", 0.0), "server"),
     (EMULATED_CASE, Fault("KILL", "service 0", "step 5", 0.0), "emulated cluster"),
     (EMULATED_CASE, Fault("KILL", "service 1", "step 5", 0.0), "around the ring"),
 ]
@@ -65,7 +68,7 @@ BITES = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "fault", "printed"), BITES)
 def test_a_fault_is_felt_and_all_holds(case, fault, printed):
-    outcome = run(replace(case, faults=(fault,)))
+    outcome = run(replace(case, faults=(fault,)), end_seconds=60)
     assert outcome.violations == [], outcome
     assert outcome.landed == [fault]
     assert printed in outcome.output

@@ -17,6 +17,7 @@ from paceline.interfaces.server_messages import (
     AdoptState,
     Away,
     BufferUpdate,
+    Describe,
     Done,
     Enter,
     EnterBarrier,
@@ -46,9 +47,11 @@ from paceline.parameter_server.groups.server import (
     GroupServer,
 )
 from paceline.parameter_server.groups.update_log import Peer, UpdateLog
+from paceline.parameter_server.process.services import make_group_server, make_service
 from paceline.parameter_server.state_machine.server import ParameterServer
 from paceline.parameter_server.state_machine.store import Store
 from paceline.testing.server_checks import difference, state_of
+from paceline.timeouts import timeouts
 from tests.support.group_server_trial import (
     HYPERPARAMETERS,
     Case,
@@ -321,6 +324,15 @@ def test_a_peer_that_does_not_come_back_ends_the_training():
         "server 0: server 1 at host:1 is lost, and it was not there again within 10 s"
     )
     assert alone.server.next_deadline() is None
+
+
+def test_a_lost_peer_is_awaited_as_long_as_a_restart_takes_or_briefly_without_one():
+    words = Describe(kind="group-server", services=["server 0", "server 1"], number=0)
+    deadlines = []
+    for server in (make_service(words, 2), make_group_server(words, 2)):
+        server.on_peer_lost("server 1", "server 1 is lost", 5.0)
+        deadlines.append(server.next_deadline())
+    assert deadlines == [5.0 + timeouts.peer_return, 5.0 + timeouts.unreachable]
 
 
 def test_a_peer_that_rejects_an_update_ends_the_training():
