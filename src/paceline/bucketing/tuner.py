@@ -1,21 +1,26 @@
-"""The bucket tuner: chooses the buckets of a training by measurements, while it trains.
+"""Tunes the buckets of a training by measurements, while it trains.
 
-The first backward pass shows the order in which gradients become ready; rank 0's order counts for
-all. Rules that need sizes alone are then final. ``mg-wfbp`` and ``optimal`` measure:
+The first backward pass shows the order in which gradients become ready, and all ranks use rank 0's
+order. Rules that need only sizes are then final. The rules ``mg-wfbp`` and ``optimal`` measure:
 
-1. A few steps with DDP's buckets show when each gradient is ready: medians over steps, then the
-   maximum over ranks.
-2. A few all-reduces show the cost of a message.
-3. Rank 0 plans.
-4. For ``optimal``, the plan and DDP's buckets are tried in turn, and the faster one stays.
-5. If the method waits in the next forward pass, rank 0 also plans messages, by when each tensor is
-   used. This plan and the buckets of step 4 are tried in turn, too.
-6. From time to time, ranks compare step times. If the order of gradients or the step time has
-   changed lastingly, the tuner starts again.
+1. The tuner times a few steps with DDP's buckets. The ready time of a gradient is the median over
+   steps, then the maximum over ranks.
+2. It measures the cost of a message with a few all-reduces.
+3. Rank 0 plans buckets.
+4. For ``optimal``, the tuner tries the plan and DDP's buckets in turn, and keeps the faster one.
+5. If the method waits in the next forward pass, rank 0 also plans messages, by the time at which
+   each tensor is used. The tuner tries this plan and the buckets of step 4 in turn.
+6. Ranks compare step times at intervals. If the order of gradients or the step time has changed
+   for long, the tuner starts again.
 
-`BucketTuner._run` is a generator: each ``yield`` is the end of one backward pass. After the same
-backward pass, all ranks are at the same line of it. Every decision comes from numbers that are
-equal on all ranks, or from rank 0.
+`BucketTuner._run` is a generator: each ``yield`` is the end of one backward pass. All ranks are at
+the same line of it after the same backward pass. Every decision comes from numbers that are equal
+on all ranks, or from rank 0.
+
+- `BucketTuner`: the tuner of one training; start here.
+- `Trial`, `decide`: compare two plans.
+- `RankAgreement`: numbers that are equal on all ranks.
+- `to_numbers`, `from_numbers`: a message plan as whole numbers, to send it to other ranks.
 """
 
 from __future__ import annotations
@@ -38,61 +43,69 @@ from paceline.bucketing.timeline import finish_time
 from paceline.interfaces import Comm, Half, Message, Pending, ReduceOperation, Runtime
 
 IN_A_TRIAL = "in a trial "
-"""Text that marks the notes about trials of two plans, and no others."""
+"""Text that only the reports about trials of two plans contain."""
 PROFILED_STEPS = 4
+"""Steps whose ready times are measured before planning."""
 TRIAL_STEPS = 4
-"""Steps with one plan of a trial, the first of which does not count."""
+"""Steps with one plan of a trial, of which the first does not count."""
 REPEATED_STEPS, FORWARD_WAIT_STEPS = 2, 3
-"""`TRIAL_STEPS` if times repeat exactly, as one profiled step is then enough. The second value is
-for methods that wait in the next forward pass."""
+"""The values of `TRIAL_STEPS` if times repeat exactly.
+
+One measured step is then enough. The second value is for methods that wait in the next forward pass.
+"""
 
 
 @dataclass
 class Watch:
-    """Step times are compared once in *every* steps, over the last *steps* of them."""
+    """How often ranks compare step times: once in *every* steps, over the last *steps* of them."""
 
     every: int = 50
     steps: int = 8
 
 
 watch = Watch()
-"""The watch of all trainings of this process."""
+"""The interval of step-time comparisons for all trainings of this process."""
 CHANGED = 1.25
-"""A step time counts as changed if it is longer or shorter by this factor."""
+"""The factor of a longer or shorter step time from which it counts as changed."""
 
 CHANGED_WINDOWS = 2
 """The number of changed windows in a row after which the tuner starts again."""
 
 ROUNDS = 4
+"""The most rounds of a trial."""
 REPEATABLE = 1e-6
-"""The relative spread below which times count as exact: a simulated runtime without jitter."""
+"""The relative spread below which times count as exact, as in a simulated runtime without jitter."""
 
 CLEAR = 3.0
 NOISE = 0.05
-"""A difference of more than `CLEAR` spreads, and more than `NOISE` of the time, ends a trial after
-its first round."""
+"""The difference that ends a trial after its first round.
+
+It exceeds both `CLEAR` spreads and a share of `NOISE` of the time.
+"""
 
 WORTH_IT = 0.97
-"""A new plan must take less than this part of the old plan's time, unless times are exact."""
+"""A new plan must take less than this share of the old plan's time, unless times are exact."""
 
 Mode = Literal["barrier", "whole", "halves"]
-"""Where averages are waited for.
+"""Where a method waits for averages.
 
-``barrier``: where backward ends. ``whole``: in the next forward pass, with averages sent in parts.
-``halves``: in the next forward pass, for both halves of each all-reduce.
+- ``barrier``: at the end of backward.
+- ``whole``: in the next forward pass, with averages sent in parts.
+- ``halves``: in the next forward pass, for both halves of each all-reduce.
 """
 
 HALVES: tuple[Half, ...] = ("all", "scatter", "gather")
+"""The values of a message's `half`, numbered for `to_numbers`."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients of a model, by the index of their parameter.
+    """Describes the gradients of a model, by the index of their parameter.
 
     Attributes:
-        sizes: Bytes of each.
-        kinds: Dtype and device of each, in any form: a bucket has one kind.
-        device: Where ranks agree on numbers.
+        sizes: Bytes of each gradient.
+        kinds: Dtype and device of each gradient, as any hashable value: a bucket has one kind.
+        device: The device of the tensors by which ranks agree on numbers.
     """
 
     sizes: Sequence[int]
@@ -102,12 +115,12 @@ class Gradients:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """A plan that can be used.
+    """The buckets that a training uses, and their messages.
 
     Attributes:
         buckets: Each bucket's parameters, as indices, in the order of delivery.
-        messages: In which messages buckets travel past backward; None: they are waited for where
-            backward ends.
+        messages: The messages that overlap the next forward pass. None: the method waits for
+            buckets at the end of backward.
     """
 
     buckets: list[list[int]]
@@ -121,19 +134,19 @@ class BucketPlan:
 
 
 class BucketTuner:
-    """Decides the buckets of one training, in step on all ranks.
+    """Chooses the buckets of one training, at the same steps on all ranks.
 
     Args:
         comm: The communicator that training uses.
         gradients: The model's gradients.
         rule: One of `rules.RULES`, or lengths such as ``"3+5+2"``.
-        runtime: Its recorder counts buckets; its stopwatch and its buffers measure.
-        all_reduce: Starts an all-reduce as training does, with its compression. It is timed.
+        runtime: The runtime, whose recorder counts buckets and whose stopwatch takes times.
+        all_reduce: Starts an all-reduce as training does, with its compression. The tuner times it.
         report: Prints a sentence for the user.
         mode: Where the method waits for averages.
-        every_step: Whether ranks communicate in every step. If not, nothing is measured. Buckets are then
-            the rule's, or DDP's if the rule measures, for parameters in reverse order.
-        warmup: Steps before measuring begins, because they differ from later ones.
+        every_step: Whether ranks communicate in every step. If not, the tuner measures nothing. Buckets
+            are then the rule's, or DDP's if the rule measures, for parameters in reverse order.
+        warmup: Steps before measuring begins, because the first steps take other times.
 
     Raises:
         UsageError: The rule is unknown, or its lengths do not fit the model.
@@ -167,7 +180,7 @@ class BucketTuner:
         self.plan = BucketPlan([])
         """The plan in use."""
         self.adopted: BucketPlan | None = None
-        """The last plan that was measured and adopted: for `reuse`."""
+        """The last plan that was measured and adopted, as an argument of `reuse`."""
         self._reused: BucketPlan | None = None
         self._use(BucketPlan(self._by_rule(self._fixed_rule)))
         self._program = self._run() if every_step else itertools.repeat(False)
@@ -178,8 +191,11 @@ class BucketTuner:
     def reuse(self, plan: BucketPlan | None) -> None:
         """Begin with the plan that another training of the same model and spec has adopted.
 
-        It is measured again only when the training has changed. Call it before the first pass, on
-        all ranks.
+        The tuner measures again only if the training has changed. Call this on all ranks, before
+        the first pass.
+
+        Args:
+            plan: The `adopted` plan of that training; None: begin without a plan.
         """
         self._reused = plan
 
@@ -195,7 +211,7 @@ class BucketTuner:
         return changed
 
     def measure_cost(self) -> MeasuredCost:
-        """Measure the cost of an all-reduce as training performs it. Collective."""
+        """Return the measured cost of an all-reduce as training performs it. Collective."""
         gradients = self._gradients
         return measure_all_reduce(
             self._comm,
@@ -228,7 +244,7 @@ class BucketTuner:
             changed = False
 
     def _learn_order(self) -> bool:
-        """Use rank 0's ready order. Return whether the plan has changed."""
+        """Adopt rank 0's ready order, and return whether the plan has changed."""
         self._record(settled=False)
         timer = self.timer
         mine = timer.seen_order()
@@ -249,7 +265,7 @@ class BucketTuner:
         return self._use(self._fixed(buckets, uses))
 
     def _plan(self) -> Generator[bool, None, bool]:
-        """Measure, plan, and try. Return whether the plan has changed."""
+        """Measure, plan and try plans, and return whether the plan has changed."""
         ready: list[list[float]] = []
         uses: list[list[float]] = []
         steps = 1 if self._repeats else PROFILED_STEPS
@@ -294,12 +310,12 @@ class BucketTuner:
     def _try_forward_waits(
         self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
     ) -> Generator[bool, None, BucketPlan]:
-        """Try a message plan for waits in the next forward pass against the plan *settled*."""
+        """Try a message plan with waits in the next forward pass against the plan *settled*."""
         planned = self._by_search(settled, agreed, cost)
         if planned is None:
             return settled
-        # A message plan moves updates and waits into the forward pass, so whole steps are
-        # compared.
+        # A message plan moves updates and waits into the forward pass, so the trial compares
+        # whole steps.
         trial = yield from self._try(
             planned,
             settled,
@@ -326,7 +342,8 @@ class BucketTuner:
         while not trial.is_over:
             means, spread = [], 0.0
             for plan in (new, old):
-                yield self._use(plan)  # the step that follows does not count
+                # The first step with another plan does not count.
+                yield self._use(plan)
                 times = []
                 for _ in range(self._trial_steps - 1):
                     yield False
@@ -348,7 +365,7 @@ class BucketTuner:
         return REPEATED_STEPS if self._mode == "barrier" else FORWARD_WAIT_STEPS
 
     def _watch(self) -> Iterator[bool]:
-        """Return when the order of gradients or the step time has changed lastingly."""
+        """Compare step times, and return when they or the order of gradients have changed for long."""
         timer = self.timer
         usual: float | None = None
         strange = 0
@@ -366,8 +383,8 @@ class BucketTuner:
                 )
                 orders[tuple(timer.seen_order())] += 1
             middle = statistics.median(times) if times else 0.0
-            # In a model whose order always varies, that is no change: most passes must agree on
-            # another order.
+            # The order of some models varies from pass to pass. It counts as changed only if most
+            # passes agree on another order.
             order, count = orders.most_common(1)[0]
             other = count > watch.steps / 2 and list(order) not in ([], timer.order)
             total, disordered, ranks = self._ranks.sums(
@@ -390,7 +407,7 @@ class BucketTuner:
     def _agreed_times(
         self, ready: Sequence[Sequence[float]], uses: Sequence[Sequence[float]]
     ) -> AgreedTimes | None:
-        """Medians over steps, then the maximum over ranks: the slowest rank sets the pace."""
+        """Return medians over steps, then the maximum over ranks, since the slowest rank sets the pace."""
         count = len(self.timer.order)
         mine = [statistics.median(times) for times in zip(*ready, strict=True)]
         if self._mode != "barrier":
@@ -415,8 +432,9 @@ class BucketTuner:
             max_in_flight=self._max_in_flight if cost else 1,
         )
         buckets = [[order[position] for position in bucket] for bucket in buckets]
+        # Without a cost, buckets depend only on numbers that are equal on all ranks.
         if cost is None:
-            return buckets  # computed from numbers that are equal on all ranks
+            return buckets
         bucket_of = [0] * len(order)
         for number, bucket in enumerate(buckets):
             for index in bucket:
@@ -430,8 +448,7 @@ class BucketTuner:
     def _by_search(
         self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
     ) -> BucketPlan | None:
-        """Rank 0's message plan; None unless its predicted step is shorter than that of the plan
-        *settled*."""
+        """Return rank 0's message plan; None unless its predicted step is shorter than *settled*'s."""
         order, (sizes, kinds) = self.timer.order, self._in_order
         ready, uses, max_in_flight = agreed.ready, agreed.uses, self._max_in_flight
         numbers: list[int] = []
@@ -462,12 +479,12 @@ class BucketTuner:
         return BucketPlan(buckets, plan.messages)
 
     def _fixed(self, buckets: list[list[int]], uses: Sequence[float]) -> BucketPlan:
-        """Each bucket as one message, or in halves; *uses* is by index."""
+        """Plan each bucket as one message or as two halves; *uses* is by parameter index."""
         halves = self._mode == "halves"
         return BucketPlan(buckets, messages_of(buckets, uses, halves=halves).messages)
 
     def _use(self, plan: BucketPlan) -> bool:
-        """Use *plan*. Return whether it differs from the one in use."""
+        """Use *plan*, and return whether it differs from the plan in use."""
         if plan == self.plan:
             return False
         self.plan = plan
@@ -479,7 +496,7 @@ class BucketTuner:
 
     @property
     def _in_order(self) -> tuple[list[int], list[Hashable]]:
-        """Sizes and kinds in ready order."""
+        """Sizes and kinds of gradients in ready order."""
         order, sizes, kinds = (
             self.timer.order,
             self._gradients.sizes,
@@ -500,8 +517,8 @@ class AgreedTimes:
     """Seconds that ranks have agreed on, in ready order.
 
     Attributes:
-        ready: When gradients are ready.
-        uses: When tensors are first used; empty if the method waits for averages where backward ends.
+        ready: Times at which gradients are ready.
+        uses: Times at which tensors are first used; empty if the method waits at the end of backward.
     """
 
     ready: list[float]
@@ -509,10 +526,10 @@ class AgreedTimes:
 
 
 class Trial:
-    """Rounds in which a new plan and the one in use take turns.
+    """Collects the times of a new plan and the plan in use, round by round, and decides between them.
 
     Args:
-        otherwise: Text for the report: the plan that stays if the new one is not used.
+        otherwise: A clause for the report that names the plan that stays if the new plan loses.
     """
 
     def __init__(self, otherwise: str) -> None:
@@ -527,12 +544,18 @@ class Trial:
 
     @property
     def verdict(self) -> Verdict:
-        """The decision, once it is over."""
+        """The decision; available once the trial is over."""
         assert self._verdict is not None
         return self._verdict
 
     def add_round(self, new: float, old: float, spread: float) -> None:
-        """Add the seconds of both plans, and the relative *spread* of the times behind them."""
+        """Add a round.
+
+        Args:
+            new: Seconds of the new plan.
+            old: Seconds of the plan in use.
+            spread: The relative spread of the times of the round.
+        """
         self._rounds.append((new, old))
         ratios = [new / old if old else 1.0 for new, old in self._rounds]
         self._verdict = decide(ratios, spread, self._otherwise)
@@ -550,7 +573,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether the new plan is *better*, and *why*: a sentence that names the plan in use."""
+    """The decision of a trial.
+
+    Attributes:
+        better: Whether the new plan replaces the plan in use.
+        why: A clause that names the reason and the plan that is used.
+    """
 
     better: bool
     why: str
@@ -564,18 +592,17 @@ def decide(
 ) -> Verdict | None:
     """Decide a trial of a new plan against the one in use.
 
-    Both are used for some steps in turn, round after round. Where times repeat exactly, one
-    round decides. Where they do not, a plan must win every round, and clearly: small gains in
-    a noisy trial are luck as often as not.
+    A round uses each plan for some steps. If times repeat exactly, one round decides. Otherwise, the
+    new plan must win every round, and clearly, since small gains in a noisy trial are often chance.
 
     Args:
-        ratios: The new plan's time over the other one's, a round each.
+        ratios: The new plan's time divided by the other plan's, for each round.
         spread: The relative spread of times in the last round.
-        otherwise: What stays if the new plan is not used.
+        otherwise: A clause that names the plan that stays if the new plan is not used.
         what: The new plan's name.
 
     Returns:
-        None: another round is needed.
+        The decision; None if another round is needed.
     """
     won = sum(ratio < 1 for ratio in ratios)
     if spread < REPEATABLE:
@@ -605,16 +632,16 @@ def decide(
 
 
 class RankAgreement:
-    """Numbers that all ranks of *comm* agree on. Every method is collective."""
+    """Makes numbers equal on all ranks of *comm*. Every method is collective."""
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm, self._device = comm, device
 
     def from_rank_0(self, values: Sequence[int]) -> list[int]:
-        """Return rank 0's *values*; every rank passes equally many.
+        """Return rank 0's *values*; every rank must pass the same number of values.
 
-        This is a sum with zeros instead of a broadcast. All ranks leave a sum together, while their
-        places in a broadcast's tree would skew the next steps.
+        This is a sum with zeros instead of a broadcast. All ranks leave a sum together. Their places
+        in a broadcast's tree would skew the next steps.
         """
         numbers = torch.tensor(values, dtype=torch.int64, device=self._device)
         if self._comm.rank != 0:
@@ -624,17 +651,17 @@ class RankAgreement:
         return agreed
 
     def list_from_rank_0(self, values: Sequence[int]) -> list[int]:
-        """Rank 0's *values*, where only rank 0 knows how many."""
+        """Return rank 0's *values* if other ranks do not know their number."""
         (count,) = self.from_rank_0([len(values)])
         mine = values if self._comm.rank == 0 else [0] * count
         return self.from_rank_0(mine) if count else []
 
     def sums(self, *values: float) -> list[float]:
-        """Each value's sum over ranks."""
+        """Return each value's sum over ranks."""
         return self._all(values, "sum")
 
     def maxima(self, values: Sequence[float]) -> list[float]:
-        """Each value's maximum over ranks."""
+        """Return each value's maximum over ranks."""
         return self._all(values, "max")
 
     def _all(self, values: Sequence[float], operation: ReduceOperation) -> list[float]:
@@ -645,7 +672,7 @@ class RankAgreement:
 
 
 def to_numbers(plan: MessagePlan) -> list[int]:
-    """A plan as whole numbers: the bucket of each position, then four of each message."""
+    """Encode a plan as whole numbers: the bucket of each position, then four numbers for each message."""
     bucket_of = {
         p: number for number, bucket in enumerate(plan.buckets) for p in bucket
     }
@@ -657,7 +684,7 @@ def to_numbers(plan: MessagePlan) -> list[int]:
 
 
 def from_numbers(numbers: Sequence[int], count: int) -> MessagePlan:
-    """The plan of *count* tensors that `to_numbers` wrote."""
+    """Decode a plan of *count* tensors from the numbers of `to_numbers`."""
     buckets: list[list[int]] = [[] for _ in range(max(numbers[:count]) + 1)]
     for position, number in enumerate(numbers[:count]):
         buckets[number].append(position)
