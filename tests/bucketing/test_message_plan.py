@@ -563,7 +563,9 @@ def test_where_weights_are_touched_before_the_forward_pass_nothing_is_gained() -
     assert (
         answers[0]
         .said[-1]
-        .endswith("the plan is no faster, and means are waited for where backward ends")
+        .endswith(
+            "the plan is no faster, and the method waits for averages at the end of backward"
+        )
     )
 
 

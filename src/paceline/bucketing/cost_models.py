@@ -108,7 +108,9 @@ class MeasuredCost:
                         f"one before, got {value} after {before}"
                     )
         if len(set(self.sizes)) < len(self.sizes):
-            raise UsageError("a curve: the same size is there twice")
+            raise UsageError(
+                "a curve: expected different sizes, got one size twice. Remove one of its times"
+            )
         if not 0 <= self.overlappable_startup <= self.seconds[0]:
             raise UsageError(
                 f"overlappable_startup: expected zero to the curve's first time, "

@@ -106,7 +106,10 @@ def plan_buckets(
             buckets += [[positions[i] for i in part] for part in planned]
         return sorted(buckets, key=lambda bucket: bucket[-1])
     if cost is None:
-        raise UsageError(f"bucket rule {rule!r}: expected ready times and a cost")
+        raise UsageError(
+            f"bucket rule {rule!r}: expected ready times and a cost, got no cost. Pass both, or use "
+            f"a rule that needs only sizes: {', '.join(FIXED)}"
+        )
     check_times(sizes, ready, max_in_flight)
     for positions in members.values():
         own = [sizes[p] for p in positions], [ready[p] for p in positions]

@@ -252,7 +252,7 @@ class BucketTuner:
         if self._measures and self._sum(float(bool(mine) and mine != theirs)):
             self._report(
                 "bucketing: gradients become ready in another order on some ranks than on "
-                "rank 0, so nothing can be planned for all: DDP's rule is used"
+                "rank 0, so no plan fits all ranks: DDP's rule is used"
             )
             self._measures = False
         timer.order = theirs
@@ -320,12 +320,12 @@ class BucketTuner:
             planned,
             settled,
             self.timer.period,
-            "means are waited for where backward ends",
+            "the method waits for averages at the end of backward",
         )
         self._report(
-            f"bucketing: {planned}, waited for where the next forward pass uses them, "
+            f"bucketing: {planned}, with waits in the next forward pass, "
             f"{trial.new} a step {IN_A_TRIAL}(from one backward pass's end to the next "
-            f"one's); waited for where backward ends, {settled}, {trial.old}: "
+            f"one's); {settled}, with waits at the end of backward, {trial.old}: "
             f"{trial.verdict.why}"
         )
         return planned if trial.verdict.better else settled

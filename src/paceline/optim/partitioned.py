@@ -107,7 +107,7 @@ class PartitionedOptimizer:
         check_pieces(optimizer, pieces)
         if optimizer in _UPDATED:
             raise UsageError(
-                "another PartitionedOptimizer applies this optimizer: close() it"
+                "another PartitionedOptimizer already applies this optimizer. Call its close() first"
             )
         self._optimizer = optimizer
         self._parameters = parameters_of(optimizer)
@@ -291,7 +291,7 @@ class PartitionedOptimizer:
             else:
                 raise UsageError(
                     f"the pieces of parameter {number} (shape {tuple(shape)}) differ in "
-                    f"{name!r}: some had their step and others not. Take the state_dict "
+                    f"{name!r}, because only some have taken the current step. Call state_dict() "
                     "between steps"
                 )
         return merged
@@ -303,8 +303,8 @@ class PartitionedOptimizer:
         target = self._targets.get(piece)
         if target is None:
             raise UsageError(
-                f"{piece} is none of this updater's {len(self._targets)} pieces, which "
-                "are fixed when it is made"
+                f"{piece}: expected one of the {len(self._targets)} pieces with which this "
+                "PartitionedOptimizer was created. Pass those pieces, or create another one"
             )
         now, group = self._parameters[piece.parameter]
         # A method may treat data_ptr() as a use of the parameter, and this call is not a use.
@@ -313,9 +313,9 @@ class PartitionedOptimizer:
         if address != target.data_ptr():
             if (now.dtype, now.device) != (target.dtype, target.device):
                 raise UsageError(
-                    f"parameter {piece.parameter} was {target.dtype} on {target.device} "
-                    f"when the updater was made and is {now.dtype} on {now.device} now: "
-                    "convert and move the model before"
+                    f"parameter {piece.parameter} is {now.dtype} on {now.device}: expected "
+                    f"{target.dtype} on {target.device}, as when the PartitionedOptimizer was created. "
+                    "Convert and move the model before that"
                 )
             check_cuts(self._optimizer, piece, now, group)
             target.data = _view(now, piece)
