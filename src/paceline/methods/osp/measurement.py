@@ -1,8 +1,16 @@
 """OSP's measurements: a worker's steps, the network's rate, and the budget of deferred bytes.
 
-A step from its network's side: deferred pieces begin to travel when the step begins, each bucket's rest
-when its gradients are ready, and everything has arrived at the step's end. The network is one queue: two
-streams that share it end when one after the other would.
+The model of a step (`step_seconds`) treats the network as one queue:
+
+- Deferred pieces are sent when the step begins.
+- The rest of each bucket is sent when its gradients are ready.
+- The step ends when all messages have arrived.
+
+Two streams that share the network end when they would end one after the other.
+
+- `StepTimer`: times one worker's steps and estimates the network's rate; start here.
+- `Budget`: the share of the budget of deferred bytes that may be used.
+- `WorkerReport`: the measurements that a push carries to servers.
 """
 
 from __future__ import annotations
@@ -20,57 +28,75 @@ from paceline.interfaces import Run
 from paceline.methods.osp.options import EPOCHS, OSPOptions
 
 VISIBLE = 0.01
-"""Waiting for less than this part of a step is none."""
+"""A wait for the network shorter than this share of a step is ignored."""
 
 PIPELINED = 4 * 1024 * 1024
-"""What is deferred comes back in pieces, so that only the last one's way back is seen."""
+"""Bytes of the last piece. Pulls of earlier deferred pieces overlap with pushes of later ones."""
 
 TRIAL_STEPS = 5
-"""The steps after which a trial is first looked at. Two of five may be outliers without moving
-the median; more steps would make a trial that fails cost more."""
+"""Steps after which a trial is first evaluated.
+
+The median of five steps tolerates two outliers. More steps would make a failed trial cost more.
+"""
 
 NO_LOSS = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
 
 RATE_DECAY = 0.98
-"""A network of which nothing is seen is taken for a little faster with each decision:
-conditions may have improved, and then less needs to be deferred."""
+"""Each decision multiplies the seconds per byte by this if steps did not wait for the network.
+
+Conditions may have improved, and then less needs to be deferred.
+"""
 
 
 class StepTimes(NamedTuple):
-    """Seconds since the last update ended: until each bucket's gradients are *ready*, and
-    until the *end* of backward."""
+    """The times of a step, in seconds since the last update ended.
+
+    Attributes:
+        ready: When each bucket's gradients were ready.
+        end: When backward ended.
+    """
 
     ready: Sequence[float]
     end: float
 
 
 class Rate(NamedTuple):
-    """What a message costs: *start_up* seconds, and *per_byte*. *pulls*: what was pushed
-    comes back the other way, while the next message is pushed."""
+    """The cost of a message.
+
+    Attributes:
+        start_up: Seconds of each message, whatever its size.
+        per_byte: Seconds per byte.
+        pulls: Pushed bytes are also pulled, in the other direction, during the next push.
+    """
 
     start_up: float
     per_byte: float
     pulls: bool = False
 
     def seconds(self, size: float) -> float:
-        """Of one message; nothing if it is empty."""
+        """Return the seconds of a message of *size* bytes; 0 if it is empty."""
         return self.start_up + size * self.per_byte if size > 0 else 0.0
 
 
 class ModelPieces(NamedTuple):
-    """The pieces of a model: *sizes* in bytes, the bucket that each is in, and how many buckets
-    there are."""
+    """The pieces of a model.
+
+    Attributes:
+        sizes: Bytes of each piece.
+        buckets: The bucket of each piece.
+        bucket_count: Number of buckets.
+    """
 
     sizes: Sequence[int]
     buckets: Sequence[int]
     bucket_count: int
 
     def total(self, pieces: Iterable[int]) -> int:
-        """Bytes of some pieces."""
+        """Return the bytes of *pieces* together."""
         return sum(self.sizes[piece] for piece in pieces)
 
     def left(self, deferred: Iterable[int]) -> list[int]:
-        """Bytes of each bucket that are not deferred."""
+        """Return the bytes of each bucket that are not in *deferred* pieces."""
         left = [0] * self.bucket_count
         for piece in set(range(len(self.sizes))).difference(deferred):
             left[self.buckets[piece]] += self.sizes[piece]
@@ -80,8 +106,19 @@ class ModelPieces(NamedTuple):
 def step_seconds(
     times: StepTimes, deferred: float, left: Sequence[float], rate: Rate
 ) -> float:
-    """Until everything has arrived: *deferred* bytes of the step before, and what is *left*
-    of each bucket of this one. The last bucket always sends a message: workers meet there."""
+    """Predict the seconds until all messages of a step have arrived.
+
+    The last bucket always sends a message, even an empty one: it is the workers' barrier.
+
+    Args:
+        times: When each bucket is ready, and when backward ends.
+        deferred: Bytes that the previous step has deferred.
+        left: Bytes of each bucket that this step does not defer.
+        rate: The cost of messages.
+
+    Returns:
+        Seconds since the last update ended.
+    """
     free = rate.seconds(deferred)
     back = free + min(deferred, PIPELINED) * rate.per_byte
     for ready, size in zip(times.ready, left, strict=True):
@@ -100,8 +137,19 @@ def measured_rate(
     rate: Rate,
     observed: float,
 ) -> float | None:
-    """Seconds per byte, instead of *rate*'s, with which a step takes what it was *observed* to
-    take; None if start-ups explain it, which says only that the network is fast enough."""
+    """Find the seconds per byte that explain an observed step time.
+
+    Args:
+        times: When each bucket is ready, and when backward ends.
+        deferred: Bytes that the previous step has deferred.
+        left: Bytes of each bucket that this step does not defer.
+        rate: The start-up time of messages; its *per_byte* is ignored.
+        observed: Measured seconds until all messages arrived.
+
+    Returns:
+        Seconds per byte. None if start-ups alone explain the time, or if no bytes were sent: the
+        step then shows only that the network is fast enough.
+    """
 
     def takes(per_byte: float) -> float:
         return step_seconds(times, deferred, left, rate._replace(per_byte=per_byte))
@@ -121,12 +169,16 @@ def measured_rate(
 
 
 class Budget:
-    """The part of the budget that may be used: 0 at first, 1 in the end.
+    """The share of the budget of deferred bytes that may be used: it grows from 0 to 1.
 
-    ``"loss"``: 1 - L/L0, where L0 is the mean loss of the first *ramp* / `EPOCHS` steps,
-    and L the least mean since, over as many. ``"linear"``: in *ramp* steps. Early
-    gradients are large, and differ between workers; late ones can wait. Without a loss
-    the linear one is used, and *run* reports that once.
+    Early gradients are large, and differ between workers. Late gradients can be deferred.
+
+    Args:
+        kind: ``"loss"``: the share is 1 - L/L0. L0 is the mean loss of the first *ramp* / `EPOCHS`
+            steps, and L the least mean of as many steps since. Without a loss the share is linear.
+            ``"linear"``: the share grows over *ramp* steps. ``"constant"``: the share is 1.
+        ramp: Steps over which a linear budget grows.
+        run: Reports once if no loss was logged.
     """
 
     def __init__(self, kind: str, ramp: int, run: Run) -> None:
@@ -137,7 +189,7 @@ class Budget:
         self._first = self._least = math.nan
 
     def step(self, loss: float | None) -> None:
-        """A step has ended, with this *loss* if the script tells it."""
+        """Count a step, and its *loss* if the script logs it."""
         self._steps += 1
         if self._kind != "loss":
             return
@@ -160,7 +212,7 @@ class Budget:
 
     @property
     def part(self) -> float:
-        """Between 0 and 1."""
+        """The share that may be used, between 0 and 1."""
         if self._kind == "constant":
             return 1.0
         if self._kind == "linear":
@@ -171,34 +223,40 @@ class Budget:
 
 
 class StepTimer:
-    """Times the last steps since the layout of buckets and messages has changed."""
+    """Times the last steps since the layout of buckets and messages changed."""
 
     def __init__(self, options: OSPOptions, run: Run) -> None:
         self._options, self._stopwatch = options, run.stopwatch
         budget = "constant" if options.defer == "nothing" else options.budget
         self.budget = Budget(budget, options.ramp, run)
         self.rate = Rate(0.0, 0.0)
-        """Of the network: *per_byte* is 0 while no step was seen to wait for it."""
-        self.delivered = 0  # buckets, in the step under way
+        """The network's rate. *per_byte* is 0 until a step waits for the network."""
+        self.delivered = 0
+        """Buckets that are ready in the current step."""
         self._marks: list[Any] = []
         self._steps: deque[list[Any]] = deque(maxlen=options.interval)
         self._layout = -1
 
     def step_begins(self) -> None:
-        """The update before has ended: deferred pieces are on their way."""
+        """Start timing a step: the previous update has ended, and deferred pieces are being sent."""
         self._marks, self.delivered = [self._stopwatch.mark()], 0
 
     def bucket_ready(self) -> None:
+        """Record that a bucket's gradients are ready."""
         self.mark()
         self.delivered += 1
 
     def mark(self) -> None:
-        """Backward has ended; or everything that the step waits for is here."""
+        """Record that backward has ended, or that all messages of the step have arrived."""
         self._marks.append(self._stopwatch.mark())
 
     def step_ended(self, layout: int, loss: float | None) -> None:
-        """*layout* is another number whenever the layout has changed: the step in which it has
-        belongs to neither."""
+        """Record that a step has ended.
+
+        Args:
+            layout: Number of the layout. The step in which it changes is not counted.
+            loss: The step's loss, if the script logs it.
+        """
         self.budget.step(loss)
         if self._layout != layout:
             self._layout = layout
@@ -207,12 +265,13 @@ class StepTimer:
             self._steps.append([*self._marks, self._stopwatch.mark()])
 
     def times(self) -> StepTimes | None:
-        """Medians; None if nothing was seen."""
+        """Return the median times of the last steps; None if no step was timed."""
         if not self._steps:
             return None
         *ready, end, _, _ = self._medians()
         if not self._options.overlap:
-            ready = [end] * len(ready)  # nothing leaves before
+            # Without overlap no bucket is sent before backward ends.
+            ready = [end] * len(ready)
         return StepTimes(ready, end)
 
     def report(
@@ -222,8 +281,14 @@ class StepTimer:
         deferred: Sequence[int],
         decay: float,
     ) -> WorkerReport:
-        """A report on steps of these *times*, with *deferred* pieces. A network of which nothing
-        is seen takes *decay* times what it took."""
+        """Estimate the network's rate, and report this worker's measurements.
+
+        Args:
+            times: Median times of the last steps; None after too few steps.
+            parts: The pieces of the model.
+            deferred: The pieces that these steps deferred.
+            decay: Factor for the seconds per byte if steps did not wait for the network.
+        """
         per_byte = whole = 0.0
         if times is not None:
             *_, arrived, whole = self._medians()
@@ -242,13 +307,16 @@ class StepTimer:
         )
 
     def _medians(self) -> list[float]:
-        """Of all marks of a step but the first, in seconds since that one."""
+        """Return the median of each mark, in seconds since the step's first mark."""
         steps = [self._stopwatch.seconds(start, marks) for start, *marks in self._steps]
         return [statistics.median(one) for one in zip(*steps, strict=True)]
 
     def why_nothing(self, steps: int) -> str | None:
-        """Why nothing was deferred in a training of so many *steps*, for people who see
-        figures like bsp's; None if they asked for that."""
+        """Explain why a training of *steps* steps deferred no gradient, as its times equal bsp's.
+
+        Returns:
+            The explanation. None if the options forbid deferring.
+        """
         options, part = self._options, self.budget.part
         if options.defer == "nothing" or options.most == 0:
             return None
@@ -272,17 +340,17 @@ class StepTimer:
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker measured of its steps, all in seconds; 0 after too few steps.
+    """A worker's measurements of its steps; times are in seconds, and 0 after too few steps.
 
     Attributes:
-        ready: Since the last step, until each bucket's gradients were ready; empty after too few
-            steps.
-        end: Since the last step, until backward ended.
-        start_up: Of a message.
-        per_byte: Of a message, beyond its start-up.
-        bytes: Of each bucket.
-        part: Of the budget that may be used, between 0 and 1.
-        whole: Of a step.
+        ready: When each bucket's gradients were ready, since the last update ended; empty after
+            too few steps.
+        end: When backward ended, since the last update ended.
+        start_up: Seconds of each message, whatever its size.
+        per_byte: Seconds per byte of a message.
+        bytes: Bytes of each bucket.
+        part: Share of the budget that may be used, between 0 and 1.
+        whole: Seconds of a step.
     """
 
     ready: list[float]
@@ -295,14 +363,19 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def encode_report(report: WorkerReport) -> bytes:
-    """A report as a push carries it."""
+    """Encode a report as the bytes that a push carries."""
     return msgspec.msgpack.encode(report)
 
 
 def decode_report(report: bytes, buckets: int) -> WorkerReport:
-    """A worker's report, whose model has so many *buckets*.
+    """Decode and check a worker's report.
 
-    Raises `UsageError` for bytes that are no `WorkerReport`, and for numbers that make no sense.
+    Args:
+        report: The bytes of `encode_report`.
+        buckets: Number of buckets of the model.
+
+    Raises:
+        UsageError: The bytes are no `WorkerReport`, or its numbers are out of range.
     """
     found: WorkerReport = decode("push", report, WorkerReport)
     times = [*found.ready, found.end, found.start_up, found.per_byte, found.whole]
@@ -318,7 +391,16 @@ def decode_report(report: bytes, buckets: int) -> WorkerReport:
 
 
 def decode(what: str, data: bytes, kind: Any) -> Any:
-    """*data* as a *kind*. Raises `UsageError`, which names *what* carried it."""
+    """Decode MessagePack bytes.
+
+    Args:
+        what: The message that carried *data*; the error names it.
+        data: The bytes.
+        kind: The expected type.
+
+    Raises:
+        UsageError: The bytes are no *kind*.
+    """
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -13,7 +13,7 @@ from paceline.interfaces import Hyperparameters, PartialOptimizer, Piece
 
 LEAST_PIECES = 16
 SMALLEST_BYTES = 64 * 1024
-"""Pieces are at least this large, unless *chunk* is smaller."""
+"""The size limit of pieces is at least this, unless *chunk* is smaller."""
 
 
 class Importance:
