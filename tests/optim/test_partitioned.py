@@ -347,9 +347,7 @@ def test_a_state_dict_in_the_middle_of_a_step_is_refused():
     pieces = odd_pieces(trainee)
     updater = PartitionedOptimizer(trainee.optimizer, pieces)
     apply_step(updater, pieces[:1], gradients_of(0))
-    with pytest.raises(
-        UsageError, match=r"parameter 0 .* only some have taken the current step"
-    ):
+    with pytest.raises(UsageError, match=r"parameter 0 .* only some have taken"):
         trainee.optimizer.state_dict()
     apply_step(updater, pieces[1:], gradients_of(0))
     assert trainee.optimizer.state_dict()["state"][0]["step"] == 1
