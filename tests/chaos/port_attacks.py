@@ -224,7 +224,7 @@ def attack_port(
     try:
         port = kind(server.place())
         port.round(lambda _: None)
-        at_rest = server.descriptors()
+        at_rest = server.descriptors() + kind.varying
         attackers = Attackers(port, rng, outcome.messages)
         memory_before = 0
         kinds = ["random", "mutated"] * -(-messages // BATCH)

@@ -156,6 +156,8 @@ class Port:
     """Which of the process's ports is attacked."""
     most_connections: ClassVar[int]
     """Descriptors that attackers may hold in the server's process at any moment."""
+    varying: ClassVar[int] = 0
+    """Descriptors that a server at rest may have open or not."""
     has_token: ClassVar[bool] = True
     needs: ClassVar[str] = ""
     """A module without which the port does not exist."""
@@ -685,6 +687,7 @@ class RingPort(Port):
 
     name = "ring"
     most_connections = 2 * HELD + BATCH
+    varying = 1  # the socket that listens for the next ring
 
     def __init__(self, place: dict[str, object]) -> None:
         super().__init__(place)
