@@ -182,6 +182,46 @@ def regret_between_processes() -> list[str]:
     return regret_emulated.lines(stored)
 
 
+FAULTS = {
+    "SIGKILL to a worker": ("KILL to worker",),
+    "SIGTERM or SIGINT to a worker": ("TERM to worker", "INT to worker"),
+    "SIGSTOP, then SIGCONT, to a worker": ("STOP to worker",),
+    "the same signals to a server, aggregator or keeper": tuple(
+        f"{signal} to service" for signal in ("KILL", "TERM", "INT", "STOP")
+    ),
+    "the same signals to the launcher": tuple(
+        f"{signal} to launcher" for signal in ("KILL", "TERM", "INT", "STOP")
+    ),
+    "no further descriptors": tuple(
+        f"FILES to {target}" for target in ("worker", "service", "launcher")
+    ),
+    "a full disk": ("FULL to disk",),
+    "closed output": ("CLOSE to stdout",),
+    "a cut link": ("CUT to host",),
+}
+"""Of the campaign's table: the rows that make up one of its own."""
+LAUNCHERS = ("paceline run", "paceline run --survive", "torchrun", "paceline emulate")
+
+
+def random_faults() -> list[str]:
+    """Faults of the last campaign of 1,000 jobs, by launcher."""
+    path = ROOT / "benchmarks" / "results" / "chaos.jsonl"
+    found = {
+        row["row"]: row["value"]
+        for row in map(json.loads, path.read_text().splitlines())
+    }
+
+    def cells(kinds: Iterable[str]) -> list[str]:
+        return [
+            str(sum(found.get(f"{launcher}: {kind}", 0) for kind in kinds))
+            for launcher in LAUNCHERS
+        ]
+
+    rows = [["jobs", *cells(["jobs"])]]
+    rows += [[fault, *cells(kinds)] for fault, kinds in FAULTS.items()]
+    return markdown(["fault", *(f"`{launcher}`" for launcher in LAUNCHERS)], rows)
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "agreement summary": agreement_summary,
     "agreement beyond 10 percent": agreement_beyond,
@@ -193,6 +233,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "compression accuracy": accuracy_of_compression,
     "local accuracy": accuracy_of_local_updates,
     "regret emulated": regret_between_processes,
+    "random faults": random_faults,
 }
 
 
