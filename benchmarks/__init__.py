@@ -1,7 +1,7 @@
 """Benchmarks, run from the repository's root.
 
 - `papers`: what five papers claim, and what paceline reaches: ``python -m benchmarks.papers``.
-- `measure`: speed, predictions and accuracy: ``python -m benchmarks.measure.peers``.
+- `measure`: speed, predictions and accuracy: ``python -m benchmarks.measure.ddp_comparison``.
 - `pictures`: timelines of methods and the README's plan, into ``docs/``.
 - `aggregator_kills`, `launcher_kills`, `ray_kills`, `survive_kills`: jobs of which something is killed
   at random instants.

@@ -11,7 +11,7 @@ times the computing (`papers.osp`). `workloads`: ResNet-50, VGG-16, BERT-base an
 25 Gbit/s. Seconds a step, over the last 20 of 80 steps: plans have been made and tried by then. The
 limit is computing, or what a ring puts on each link, whichever is longer.
 
-`--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`measure.peers`); all sides live in one job
+`--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`measure.ddp_comparison`); all sides live in one job
 and take turns in blocks of steps, and a block ends when all its means are in and applied.
 The prediction is the same script in virtual time, where `paceline probe` has said what a message
 costs this machine's processors.
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from benchmarks.measure import collectives, harness, overhead, peers
+from benchmarks.measure import collectives, ddp_comparison, harness, overhead
 from benchmarks.measure.harness import SETTLING_STEPS, alone, ddp, ours
 from benchmarks.papers import osp
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
@@ -147,7 +147,7 @@ class CompleteSide(harness.Side):
         return took.item() / dist.get_world_size()
 
 
-Side = partial(CompleteSide, make=peers.make)
+Side = partial(CompleteSide, make=ddp_comparison.make)
 
 
 def sides(methods, with_ddp=True):
@@ -183,7 +183,7 @@ def emulated(links, rounds):
         probed = replace(cluster, processor=collectives.probe(cluster))
         said = predicted(probed)
         found = harness.on_emulated_hosts(cluster, train, rounds)
-        sent = 2 * 7 / 8 * peers.BYTES / (mbit * 1e6 / 8)
+        sent = 2 * 7 / 8 * ddp_comparison.BYTES / (mbit * 1e6 / 8)
         limit = max(statistics.median(found[ALONE]), sent)
         best = min((n for n in found if "DDP" in n), key=lambda n: sum(found[n]))
         print(f"\n{mbit} Mbit/s, 8 hosts; limit {limit:.3f} s; of DDP's caps: {best}\n")

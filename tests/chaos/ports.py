@@ -364,7 +364,10 @@ class ParameterServerPort(Port):
                 sockets.append(liveness)
                 liveness.sendall(welcome.ticket.encode() + b"\n")
                 exactly(liveness, 1)
+            else:
+                memory.close()
         except BaseException:
+            memory.close()
             for one in sockets:
                 one.close()
             raise

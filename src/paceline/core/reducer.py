@@ -28,7 +28,7 @@ from paceline.torch_internals import copy_together, join_into
 _LARGE_BYTES = 64 * 1024
 """Tensors of this size or more are copied alone.
 
-A second pass over their memory would cost more than a call saves (`benchmarks/measure/hooks.py`).
+A second pass over their memory would cost more than a call saves (`benchmarks/measure/gradient_hooks.py`).
 """
 _GROUP_BYTES = 1 << 20
 """Largest copy group, in bytes: its gradients stay in memory until all of them are ready."""

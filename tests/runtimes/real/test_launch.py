@@ -36,7 +36,7 @@ def test_a_signal_ends_a_launcher_that_waits_for_other_machines(tmp_path, number
     port = free_port()
     job = run(
         1,
-        "bad_luck.py",
+        "one_rank_fails.py",
         "nothing",
         tmp_path,
         folder=tmp_path / "job",

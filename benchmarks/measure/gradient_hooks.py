@@ -1,8 +1,8 @@
 """Processor time that gradient hooks add to a backward pass, beside PyTorch DDP's, 2 processes.
 
-    python -m benchmarks.measure.hooks                       # 32, 200 and 1,000 small tensors, 64 large ones
-    python -m benchmarks.measure.hooks --tensors 200 --rounds 80 --json
-    python -m benchmarks.measure.hooks --rejected            # beside what docs/explanation/decisions.md rejects
+    python -m benchmarks.measure.gradient_hooks                       # 32, 200 and 1,000 small tensors, 64 large ones
+    python -m benchmarks.measure.gradient_hooks --tensors 200 --rounds 80 --json
+    python -m benchmarks.measure.gradient_hooks --rejected            # beside what docs/explanation/decisions.md rejects
 
 What counts is the processor time of the thread that calls ``backward()``, above that of the same
 model without hooks: so waiting for the network does not count, and what happens on gloo's threads

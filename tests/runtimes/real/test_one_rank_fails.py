@@ -48,11 +48,11 @@ def wait_for_step(job, folder, rank, step):
 
 @pytest.fixture
 def start(tmp_path) -> Iterator:
-    """Starts bad_luck.py; whatever happens, nothing of it outlives the test."""
+    """Starts one_rank_fails.py; whatever happens, nothing of it outlives the test."""
     jobs: list[Job] = []
 
     def start_one(launcher, what, workers=WORKERS):
-        words = ("bad_luck.py", what, tmp_path)
+        words = ("one_rank_fails.py", what, tmp_path)
         jobs.append(launcher(workers, *words, folder=tmp_path / "job", forked="all"))
         return jobs[-1], tmp_path
 

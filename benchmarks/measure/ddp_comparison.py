@@ -1,8 +1,8 @@
 """Seconds a step beside PyTorch DDP and its hooks, on the same emulated network.
 
-    python -m benchmarks.measure.peers                  # 8 hosts at 100, 200, 400 and 1000 Mbit/s
-    python -m benchmarks.measure.peers --links 400 --rounds 3 --json
-    python -m benchmarks.measure.peers --compression    # DDP's hooks, and ours
+    python -m benchmarks.measure.ddp_comparison                  # 8 hosts at 100, 200, 400 and 1000 Mbit/s
+    python -m benchmarks.measure.ddp_comparison --links 400 --rounds 3 --json
+    python -m benchmarks.measure.ddp_comparison --compression    # DDP's hooks, and ours
 
 The model is that of `examples/layers.py`, with square matrices, since PowerSGD sends vectors
 as they are: 16 of them, 8 MB of gradients, 0.1 s forward and 0.2 s backward, paced. All

@@ -1,6 +1,6 @@
 """Train until something happens to one worker; FOLDER gets each worker's progress.
 
-bad_luck.py WHAT FOLDER: WHAT is raise, exit, finally (an exception through a finally that
+one_rank_fails.py WHAT FOLDER: WHAT is raise, exit, finally (an exception through a finally that
 destroys the group), skip (one worker calls a collective that the others do not), late
 (the same after everybody has finished), or wait (for what comes from outside).
 """
