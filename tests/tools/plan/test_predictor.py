@@ -28,12 +28,14 @@ from tests.support.tables import sampled
 from tests.tools.plan.helpers import FakePredictor, cluster, layers, row
 
 PLANS = """
-import os, sys
+import os, signal, sys
 from paceline.tools.plan.predict import TrainingJob
 from paceline.tools.plan.predictor import Predictor
 from tests.tools.plan.helpers import cluster, layers
 
 if __name__ == "__main__":
+    # Under nohup it would be ignored.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     job = TrainingJob(cluster=cluster(), workload=layers())
     with Predictor(2) as predictor:
         asked = [(job, spec) for spec in ["bsp", "bsp:buckets=ddp"] * 4]
