@@ -24,7 +24,7 @@ def hangs() -> None:
 
 
 def ends_early() -> None:
-    in_step(lambda loss: os._exit(0))
+    torch.save = lambda *_: sys.exit(0)
 
 
 def leaves_a_process() -> None:
