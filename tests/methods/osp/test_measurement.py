@@ -186,15 +186,15 @@ def watched(options: OSPOptions) -> StepTimer:
             "budget=loss grows as the loss falls, which is seen after 100 steps (of 30 "
             "here); budget=constant defers from the start",
         ),
-        (CONSTANT, 15, 1.0, True, "what may wait is decided every 20 steps, and there"),
+        (CONSTANT, 15, 1.0, True, "it decides every 20 steps, and training had 15"),
         (CONSTANT, 90, 1.0, False, "steps did not wait for the network"),
-        (CONSTANT, 90, 1.0, True, "it would not have made steps shorter, with 80 % of"),
+        (CONSTANT, 90, 1.0, True, "deferring up to 80 % of the model would not have"),
         (
             OSPOptions(),
             900,
             0.5,
             True,
-            "it would not have made steps shorter, with 40 ",
+            "deferring up to 40 % of the model would not have",
         ),
     ],
 )

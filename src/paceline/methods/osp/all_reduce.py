@@ -112,7 +112,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         self._unused = self.layout.unused()
 
     def after_update(self) -> None:
-        self._settle()
+        self._finish_stage_2()
         if self.run.active:
             how = self.updater.hyperparameters()
             self._apply_first(how)
@@ -132,7 +132,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
     def finish(self) -> None:
         source = self.run.participate_until_all_finish()
         self._wait()
-        self._settle()
+        self._finish_stage_2()
         self._explain()
         if source is not None:
             self.run.broadcast_model(source)
@@ -148,7 +148,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
             return lambda: None
         self._wait()
         tentative = self._copies(deferral.numbers)
-        self._settle()
+        self._finish_stage_2()
         deferral.exact, deferral.applied = self._copies(deferral.numbers), True
 
         def undo() -> None:
@@ -161,6 +161,7 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
     # ---- the stages ----
 
     def _apply_first(self, how: Hyperparameters) -> None:
+        """Apply the mean gradients of stage 1, and time it."""
         numbers = [n for n in self._first if n not in self._unused]
         gradients = [self._first[n] for n in numbers]
         self.run.clip(gradients)
@@ -199,8 +200,14 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
             self._pending.append(self.run.mean(flat, channel=SECOND, parts=named))
         return means
 
-    def _settle(self) -> None:
-        """Replace tentative values by exact ones, once the averages of deferred pieces have arrived."""
+    def _finish_stage_2(self) -> None:
+        """Replace tentative values by exact ones, and apply the means of the deferred pieces.
+
+        The means must have arrived.
+
+        Raises:
+            UsageError: The script has written to a deferred piece since ``step()``.
+        """
         deferral, self._deferral = self._deferral, None
         if deferral is None:
             return
@@ -208,10 +215,9 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         for number, now, then in zip(numbers, stamps, deferral.stamps, strict=True):
             if now != then:
                 raise UsageError(
-                    f"parameter {self.layout.name_of(number)!r} was written to since step(), "
-                    "while a part of its update was under way (osp, stage 2): what was "
-                    "written would be lost. Load and change parameters before training, or "
-                    "call finish(), change them, and distribute again"
+                    f"parameter {self.layout.name_of(number)!r} was written to since step(). osp still "
+                    "applies a deferred part of its update, so the written values would be lost. Write "
+                    "parameters before training, or call finish(), write them, and distribute again"
                 )
         self._write(numbers, deferral.exact)
         if not deferral.applied:
@@ -288,8 +294,9 @@ class AllReduceWorker(OSPWorker[UpdatingRun]):
         decay = RATE_DECAY if ends else 1.0
         parts = self.layout.parts()
         own = self.timer.report(times, parts, deferred, decay)
-        told, update = dict.fromkeys(self.run.participants, own), self._update_seconds()
-        return self._policy.decide(parts, deferred, told, self._round, update)
+        reports = dict.fromkeys(self.run.participants, own)
+        update = self._update_seconds()
+        return self._policy.decide(parts, deferred, reports, self._round, update)
 
     def _update_seconds(self) -> float:
         """Return the seconds per byte that deferring costs a worker."""

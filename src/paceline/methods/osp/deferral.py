@@ -242,7 +242,7 @@ class DeferralPolicy:
         self,
         parts: ModelPieces,
         deferred: list[int],
-        told: Mapping[int, WorkerReport],
+        reports: Mapping[int, WorkerReport],
         step: int,
         update: float = 0.0,
     ) -> list[int]:
@@ -253,18 +253,18 @@ class DeferralPolicy:
         Args:
             parts: Sizes and buckets of the pieces.
             deferred: The pieces deferred until now.
-            told: The measurements of each worker, by its rank.
+            reports: The measurements of each worker, by its rank.
             step: The number of the step.
             update: Seconds per byte of a tentative step.
 
         Returns:
             The pieces' numbers, sorted.
         """
-        options, seen = self._options, self._summary(parts, told)
+        options, seen = self._options, self._summary(parts, reports)
         if step % options.interval:
             return [] if self._trial.stops_early(bool(deferred), seen) else deferred
         order = self.order(parts, step)
-        growth = min(one.part for one in told.values())
+        growth = min(one.part for one in reports.values())
         budget = options.most * sum(parts.sizes) * growth
         if options.defer == "most":
             return sorted(fill_budget(parts, order, budget))
@@ -284,16 +284,18 @@ class DeferralPolicy:
         return order
 
     def _summary(
-        self, parts: ModelPieces, told: Mapping[int, WorkerReport]
+        self, parts: ModelPieces, reports: Mapping[int, WorkerReport]
     ) -> StepSummary:
         """Summarize reports: the slowest worker sets the step time, and a server's share scales the rate."""
-        reports = list(told.values())
+        every = list(reports.values())
         times = None
-        if reports[0].ready and len({len(one.ready) for one in reports}) == 1:
-            ready = map(max, zip(*(one.ready for one in reports), strict=True))
-            times = StepTimes(list(ready), max(one.end for one in reports))
-        whole, mine = sum(reports[0].bytes), sum(parts.sizes)
-        per_byte = max(one.per_byte for one in reports) * whole / max(1, mine)
-        rate = Rate(max(one.start_up for one in reports), per_byte, self._pulls)
-        steps = [one.whole for one in reports]
-        return StepSummary(times, rate, max(steps) if all(steps) else 0.0, tuple(told))
+        if every[0].ready and len({len(one.ready) for one in every}) == 1:
+            ready = map(max, zip(*(one.ready for one in every), strict=True))
+            times = StepTimes(list(ready), max(one.end for one in every))
+        whole, mine = sum(every[0].bytes), sum(parts.sizes)
+        per_byte = max(one.per_byte for one in every) * whole / max(1, mine)
+        rate = Rate(max(one.start_up for one in every), per_byte, self._pulls)
+        steps = [one.whole for one in every]
+        return StepSummary(
+            times, rate, max(steps) if all(steps) else 0.0, tuple(reports)
+        )

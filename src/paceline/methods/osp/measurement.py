@@ -39,8 +39,6 @@ TRIAL_STEPS = 5
 The median of five steps tolerates two outliers. More steps would make a failed trial cost more.
 """
 
-NO_LOSS = "no step has told a finite loss: step(loss=loss) or paceline.log(loss=loss)"
-
 RATE_DECAY = 0.98
 """Each decision multiplies the seconds per byte by this if steps did not wait for the network.
 
@@ -197,17 +195,21 @@ class Budget:
             self._losses.append(loss)
         if self._steps % self.epoch:
             return
-        begins, why = math.isnan(self._first), NO_LOSS
+        begins = math.isnan(self._first)
+        problem = "no step has logged a finite loss"
+        remedy = "Log it with step(loss=loss) or paceline.log(loss=loss)"
         if self._losses:
             mean = statistics.fmean(self._losses)
             self._losses.clear()
             self._first = mean if begins else self._first
             self._least = mean if begins else min(self._least, mean)
-            why = f"the first losses' mean is {mean:.3g}: how far it has fallen cannot be told"
+            problem = f"the first losses' mean is {mean:.3g}, expected above 0"
+            remedy = "Choose its growth with budget=linear or budget=constant"
         if begins and not self._first > 0:
             self._kind = "linear"
             self._run.report(
-                f"osp: budget=loss, and {why}. The budget grows over {self._ramp} steps instead"
+                f"osp: budget=loss cannot follow the loss: {problem}. The budget grows over "
+                f"{self._ramp} steps instead. {remedy}"
             )
 
     @property
@@ -327,12 +329,12 @@ class StepTimer:
                 f"(of {steps} here); budget=constant defers from the start"
             )
         elif steps <= options.interval + 1:
-            why = f"what may wait is decided every {options.interval} steps, and there were {steps}"
+            why = f"it decides every {options.interval} steps, and training had {steps}"
         elif options.defer == "measured" and not self.rate.per_byte > 0:
             why = "steps did not wait for the network"
         else:
             most = 100 * options.most * part
-            why = f"it would not have made steps shorter, with {most:.3g} % of the model that may wait"
+            why = f"deferring up to {most:.3g} % of the model would not have made steps shorter"
         return f"osp deferred nothing: {why}"
 
 
@@ -375,7 +377,7 @@ def decode_report(report: bytes, buckets: int) -> WorkerReport:
         buckets: Number of buckets of the model.
 
     Raises:
-        UsageError: The bytes are no `WorkerReport`, or its numbers are out of range.
+        UsageError: The bytes are not those of a `WorkerReport`, or its numbers are out of range.
     """
     found: WorkerReport = decode("push", report, WorkerReport)
     times = [*found.ready, found.end, found.start_up, found.per_byte, found.whole]
@@ -385,7 +387,9 @@ def decode_report(report: bytes, buckets: int) -> WorkerReport:
         or not 0 <= found.part <= 1
     ):
         raise UsageError(
-            f"push: measured times, bytes or parts that make no sense: {found}"
+            f"push: a worker's measurements make no sense: {found}. Expected finite times and bytes of 0 "
+            f"or more, a part from 0 to 1, and 0 or {buckets} ready times. Run one version of paceline "
+            "on all hosts"
         )
     return found
 
@@ -394,14 +398,16 @@ def decode(what: str, data: bytes, kind: Any) -> Any:
     """Decode MessagePack bytes.
 
     Args:
-        what: The message that carried *data*; the error names it.
+        what: The kind of message that carried *data*; the error names it.
         data: The bytes.
         kind: The expected type.
 
     Raises:
-        UsageError: The bytes are no *kind*.
+        UsageError: The bytes are not those of a *kind*.
     """
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UsageError(f"{what}: bytes that osp cannot read: {error}") from None
+        raise UsageError(
+            f"{what}: osp cannot read its bytes: {error}. Run one version of paceline on all hosts"
+        ) from None

@@ -1,14 +1,20 @@
-"""OSP over servers: a worker's half, and the server's.
+"""OSP over parameter servers: workers push gradients in two stages, and servers apply them.
 
-Servers hold the exact parameters and the optimizer's state. For its tentative step a worker has the exact
-values of its deferred units, and computes the momentum from how these moved. SGD without Nesterov's form
-moves by -eta v, so v is (P(i-1) - P(i)) / eta, up to rounding, without traffic. The state of other
-optimizers is pulled for the deferred units, meanwhile.
+- `ServerWorker`: a worker's steps.
+- `TwoStageDiscipline`: the server's half, which updates parameters and decides what is deferred.
+- `encode_mask`, `decode_mask`: the deferred units, as bytes in a server's replies.
 
-A server takes each step in two rounds per bucket. Its replies name the units that the next step defers.
-Law: a unit's update of step i comes after that of step i - 1, whichever stage each came in, and the reply to
-step i carries exactly that update's result. A round whose gradients have all arrived waits until its units
-are that far.
+Servers hold the exact parameters and the optimizer's state. A worker needs both for its tentative step. It
+stores the exact values of deferred units. The optimizer's state depends on the optimizer:
+
+- SGD without Nesterov momentum moves parameters by -eta v. So a worker computes the momentum v, up to
+  rounding, as (P(i-1) - P(i)) / eta. No message is needed.
+- For other optimizers a worker pulls the state of deferred units during the next step.
+
+A server handles each step in two rounds per bucket, one for each stage. Its replies name the units that the
+next step defers. It applies a unit's updates in step order, whichever stage each came in, and the reply to
+step i carries exactly the result of step i. So a round with all its gradients may have to wait until its
+units have the update of step i - 1.
 """
 
 from __future__ import annotations
@@ -43,14 +49,14 @@ from paceline.methods.osp.worker import OSPWorker
 
 Found = TypeVar("Found")
 Values = dict[int, torch.Tensor]
-"""By piece, flat."""
+"""Flat values by the number of their piece."""
 
 
 class ServerWorker(OSPWorker[ServerRun]):
-    """A worker whose gradients go to servers. The pieces of its layout are the servers' units."""
+    """Pushes gradients to servers in two stages. The pieces of its layout are the servers' units."""
 
     def __init__(self, run: ServerRun, options: OSPOptions) -> None:
-        """Collective."""
+        """Create the worker, and join the training at the servers. All ranks must call this together."""
         self.remote = run.remote
         self.step = self.remote.join()
         super().__init__(run, options, self.remote.own_optimizer())
@@ -60,14 +66,17 @@ class ServerWorker(OSPWorker[ServerRun]):
                 inside, self.remote.unit_bytes(bucket), strict=True
             ):
                 self.layout.sizes[number] = size
-        # P(i) of what the last step deferred, and of what the one under way defers.
+        # P(i) of the pieces that the last step deferred, and of those that this step defers.
         self.exact: Values = {}
-        # What the last second stage has brought, once that was waited for.
+        # The exact values that the last stage 2 has brought; None until they were waited for.
         self.late: Values | None = None
-        self.rates: list[float] = []  # of the last step, by group
-        self._weight = 1.0  # of this worker's gradients in the mean
+        # The learning rates of the last step, by parameter group.
+        self.rates: list[float] = []
+        # The weight of this worker's gradients in the mean.
+        self._weight = 1.0
         self._unused: set[int] = set()
-        # What the last step deferred and left out: its momentum is that of the step before.
+        # Pieces that the last step deferred, but whose parameters it did not use. Their momentum has not
+        # changed since the step before.
         self._left_out: set[int] = set()
         self._begin_step()
 
@@ -82,23 +91,24 @@ class ServerWorker(OSPWorker[ServerRun]):
             )
         inside = enumerate(layout.inside[bucket.index])
         units = [unit for unit, number in inside if number not in late]
-        # Kept, since a forward pass before step() would make it the next batch's.
+        # Save the weight: a forward pass before step() would replace it by the next batch's.
         self._weight = self.run.weight
         self.remote.push(bucket, self.step, self._weight, units, report=report)
 
     def backward_ended(self) -> None:
         super().backward_ended()
-        # Kept, since a forward pass before step() would make it the next batch's.
+        # Save them: a forward pass before step() would replace them by the next batch's.
         self._unused = self.layout.unused()
 
     def after_update(self) -> None:
         how = self.updater.hyperparameters()
-        self._settle()  # now all is P(i)
-        arrived = self._by_number(self.remote.wait_for_units())  # P(i+1)
+        # From here all parameters have their exact values P(i). The units of stage 1 arrive as P(i+1).
+        self._finish_stage_2()
+        arrived = self._by_number(self.remote.wait_for_units())
         self.timer.mark()
         deferring = self.layout.deferred
         late = set(deferring)
-        both = sorted(late.union(self._told()))
+        both = sorted(late.union(self._deferred_next()))
         earlier, self.exact = (
             self.exact,
             dict(zip(both, self._copies(both), strict=True)),
@@ -110,7 +120,7 @@ class ServerWorker(OSPWorker[ServerRun]):
                 self.remote.push(bucket, self.step, self._weight, units, late=True)
         if self.options.correction == "local":
             self._mirror_state(earlier, how)
-        # Servers leave out unused parameters, which decay and momentum would move here.
+        # Servers do not update unused parameters. Here weight decay and momentum would move them.
         used = [number for number in deferring if number not in self._unused]
         self._step_tentatively(used, how)
         self._left_out = late & self._unused
@@ -125,16 +135,20 @@ class ServerWorker(OSPWorker[ServerRun]):
         self.timer.step_begins()
 
     def finish(self) -> None:
-        self._settle()
+        self._finish_stage_2()
         self.remote.note_write()
         self._explain()
         self.remote.leave()
 
     def consolidate(self) -> Callable[[], None]:
-        """The parameters with all gradients in them that were sent."""
+        """Wait for all gradients that were sent, so that the parameters are exact.
+
+        Returns:
+            A function that restores the tentative values, with which training continues.
+        """
         everything = range(len(self.layout.pieces))
         tentative = self._copies(everything)
-        self._settle()
+        self._finish_stage_2()
 
         def undo() -> None:
             self._write(everything, tentative)
@@ -143,21 +157,24 @@ class ServerWorker(OSPWorker[ServerRun]):
         return undo
 
     def parameters_replaced(self) -> None:
-        """All parameters are exact now; discard everything known of the earlier ones."""
+        """Discard everything known of the parameters that the script has replaced."""
         self._wait_late()
-        self.remote.wait_for_states()  # they were asked for before
+        # The states were requested before, and would otherwise be taken for those of the next step.
+        self.remote.wait_for_states()
         self.exact, self.late, self.rates = {}, None, []
         self._left_out = set()
         self.layout.changes += 1
         self._begin_step()
 
-    # ---- the second stage ----
+    # ---- stage 2 ----
 
     def _begin_step(self) -> None:
-        """The next step defers what servers have said. Pull the optimizer's state of that;
-        SGD's without Nesterov's form is mirrored."""
+        """Defer the pieces that the servers have named, and request their optimizer state.
+
+        The state of SGD without Nesterov momentum is computed instead, by `_mirror_state`.
+        """
         self.remote.note_write()
-        self.layout.defer(self._told())
+        self.layout.defer(self._deferred_next())
         groups = self.updater.hyperparameters()
         asked = set()
         for number in self.layout.deferred:
@@ -173,34 +190,39 @@ class ServerWorker(OSPWorker[ServerRun]):
             ]
             self.remote.request_states(places, self.step)
 
-    def _settle(self) -> None:
-        """Put the exact values of what the last step deferred in the place of the tentative
-        ones; waits for them."""
+    def _finish_stage_2(self) -> None:
+        """Wait for the exact values of the pieces that the last step deferred, and load them."""
         late = self._wait_late()
         self._write(late, late.values())
 
     def _wait_late(self) -> Values:
+        """Wait for the exact values of the pieces that the last step deferred."""
         if self.late is None:
-            # Copied: the memory in which it lands is used by the next second stage.
+            # Copy: the next stage 2 receives into the same memory.
             late = self._by_number(self.remote.wait_for_units(late=True))
             self.late = {number: value.clone() for number, value in late.items()}
         return self.late
 
     def _by_number(self, answers: Iterable[tuple[int, int, Found]]) -> dict[int, Found]:
-        """Received units by piece, from those by bucket and unit."""
+        """Return received units by their piece; *answers* names each by its bucket and unit."""
         inside = self.layout.inside
         return {inside[bucket][unit]: found for bucket, unit, found in answers}
 
-    def _told(self) -> list[int]:
-        """What the next step defers."""
+    def _deferred_next(self) -> list[int]:
+        """Return the pieces that the next step defers."""
         inside = self.layout.inside
         return sorted(
             inside[bucket][unit] for bucket, unit in next_deferred(self.remote)
         )
 
     def _mirror_state(self, earlier: Values, how: Hyperparameters) -> None:
-        """Give the own optimizer the servers' state of the deferred units: the pulled state, or
-        V(i-1) = (P(i-1) - P(i)) / eta if P(i-1) is known (*earlier*).
+        """Load the servers' state of the deferred units into this worker's optimizer.
+
+        It is the pulled state. Under SGD it is V(i-1) = (P(i-1) - P(i)) / eta, if P(i-1) is known.
+
+        Args:
+            earlier: P(i-1) of the pieces for which it is known.
+            how: The hyperparameters of the step.
         """
         pulled = self._by_number(self.remote.wait_for_states())
         for number in self.layout.deferred:
@@ -218,13 +240,18 @@ class ServerWorker(OSPWorker[ServerRun]):
 
 
 def _like(exact: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """*value*, which servers have sent flat, with the shape and strides of *exact*."""
+    """Return *value*, which servers send flat, in the shape and strides of *exact*."""
     return in_strides_of(exact, value.view(exact.shape))
 
 
 def next_deferred(remote: Remote) -> list[tuple[int, int]]:
-    """Bucket and unit of all that the next step defers, as servers have told with their last
-    answers (GIB)."""
+    """Return bucket and unit of everything that the next step defers.
+
+    The servers' last replies name them (the paper's GIB).
+
+    Args:
+        remote: The servers of a worker's model.
+    """
     return [
         (bucket, part.units[unit])
         for bucket in range(len(remote.units))
@@ -237,33 +264,40 @@ def next_deferred(remote: Remote) -> list[tuple[int, int]]:
 
 
 Key = tuple[int, bool, int]
-"""Of a round: step, whether its units come late (in stage 2), and bucket."""
+"""Identifies a round: its step, whether it belongs to stage 2, and its bucket."""
 
 
 class TwoStageDiscipline(Discipline):
-    """A server that takes each step in two rounds per bucket."""
+    """Averages the gradients of each step in two rounds per bucket, and decides what is deferred.
+
+    Attributes:
+        rounds: The pushes of each round that are not applied yet.
+    """
 
     accepts_partial_pushes = True
 
     def __init__(self, options: OSPOptions) -> None:
         self._options = options
         self.rounds: dict[Key, list[PushedGradient]] = {}
-        """What has come and is not applied yet."""
         # Per bucket and unit: the step whose update comes next.
         self._versions: dict[int, list[int]] = {}
         self._begin = 0
+        # The deferred units of each bucket: those that replies name, and those that they name next.
         self._deferred: dict[int, Sequence[int]] = {}
         self._decided: dict[int, Sequence[int]] = {}
         self._policy = DeferralPolicy(options, pulls=True)
-        self._reports: dict[int, WorkerReport] = {}  # by worker, its last one
-        self._unrated: list[PushedGradient] = []  # each with the mean of its round
-        self._due: int | None = None  # the step after whose first stage is decided
+        # The last report of each worker.
+        self._reports: dict[int, WorkerReport] = {}
+        # One push of each round to rate; it holds the mean gradient of its round.
+        self._unrated: list[PushedGradient] = []
+        # The step after whose stage 1 a decision is due.
+        self._due: int | None = None
 
     # ---- the `Discipline` ----
 
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
         if self._due is not None and (push.step, push.late) > (self._due, False):
-            # It comes before the timer did: what is decided may not depend on that.
+            # Decide before this push: decisions must not depend on when the timer runs.
             self.on_timer(shard)
         key = (push.step, push.late, push.bucket)
         self.rounds.setdefault(key, []).append(push)
@@ -273,7 +307,8 @@ class TwoStageDiscipline(Discipline):
 
     def on_change(self, shard: Shard) -> None:
         self._close(shard)
-        while self._skip(shard):  # what is skipped may be what a round waits for
+        # A round may have waited for the step that was skipped.
+        while self._skip(shard):
             self._close(shard)
 
     def first_step(self, shard: Shard) -> int:
@@ -302,20 +337,25 @@ class TwoStageDiscipline(Discipline):
         return all(versions[unit] >= step for unit in units)
 
     def defer(self, mask: Mapping[int, Sequence[int]], now: bool = False) -> None:
-        """From the next step on of every bucket that begins, *mask* (units, by bucket) is
-        deferred, which goes out with the answers to its first stage before; *now*: no step
-        has begun yet."""
+        """Defer *mask* from the next step of each bucket on.
+
+        The replies to a bucket's stage 1 announce it, one step before.
+
+        Args:
+            mask: The deferred units of each bucket.
+            now: Whether no step has begun yet; then the first step defers *mask*.
+        """
         self._decided = dict(mask)
         if now:
             self._deferred, self._decided = self._decided, {}
 
-    # ---- at its own time: what nobody waits for ----
+    # ---- after the replies: work that no worker waits for ----
 
     def next_deadline(self) -> float | None:
         return 0.0 if self._unrated or self._due is not None else None
 
     def on_timer(self, shard: Shard) -> None:
-        """Rate the last updates, and decide: the replies have left."""
+        """Rate the last updates, and decide what is deferred. The replies have been sent before."""
         numbers = {place: number for number, place in enumerate(self._places(shard))}
         unrated, self._unrated = self._unrated, []
         for push in unrated:
@@ -329,9 +369,13 @@ class TwoStageDiscipline(Discipline):
             self._decide(shard, step)
 
     def _decide(self, shard: Shard, step: int) -> None:
-        reports = self._reports
-        told = {w: reports[w] for w in shard.active_workers(step) if w in reports}
-        if self._options.defer == "nothing" or not told:
+        """Decide what is deferred, by the active workers' last reports."""
+        reports = {
+            worker: self._reports[worker]
+            for worker in shard.active_workers(step)
+            if worker in self._reports
+        }
+        if self._options.defer == "nothing" or not reports:
             return
         places = self._places(shard)
         sizes = [shard.unit_bytes(bucket)[unit] for bucket, unit in places]
@@ -339,7 +383,7 @@ class TwoStageDiscipline(Discipline):
         late = self._deferred
         deferred = [n for n, (b, u) in enumerate(places) if u in late.get(b, ())]
         mask: dict[int, list[int]] = {bucket: [] for bucket in shard.buckets}
-        for number in self._policy.decide(parts, deferred, told, step):
+        for number in self._policy.decide(parts, deferred, reports, step):
             bucket, unit = places[number]
             mask[bucket].append(unit)
         self.defer(mask)
@@ -347,7 +391,7 @@ class TwoStageDiscipline(Discipline):
     # ---- rounds ----
 
     def _close(self, shard: Shard) -> None:
-        """End every round whose gradients are all in and whose turn it is."""
+        """Apply every round that has all its gradients, and whose units have the step before."""
         again = True
         while again:
             again = False
@@ -366,6 +410,7 @@ class TwoStageDiscipline(Discipline):
         )
 
     def _end(self, shard: Shard, key: Key) -> None:
+        """Apply a round's mean gradient, send the replies, and note whether a decision is due."""
         step, late, bucket = key
         pushes = sorted(self.rounds.pop(key), key=lambda push: push.worker)
         units = self._units(shard, pushes[0])
@@ -386,7 +431,7 @@ class TwoStageDiscipline(Discipline):
             self._due = step
 
     def _skip(self, shard: Shard) -> bool:
-        """Continue without a step whose workers have all gone; return whether there was one."""
+        """Skip steps that have no active workers; return whether there was one."""
         held, skipped = {(step, bucket) for step, _, bucket in self.rounds}, False
         for bucket in shard.buckets:
             versions = self._of(shard, bucket)
@@ -412,16 +457,24 @@ class TwoStageDiscipline(Discipline):
         return self._versions[bucket]
 
     def _places(self, shard: Shard) -> list[tuple[int, int]]:
-        """Bucket and unit of every piece of the model that this server holds."""
+        """Return bucket and unit of every piece of the model that this server holds."""
         return [(b, u) for b in shard.buckets for u in range(len(self._of(shard, b)))]
 
 
 def encode_mask(units: Sequence[int]) -> bytes:
-    """The units that a server wants deferred, of those that it holds: the paper's GIB."""
+    """Encode the units of a bucket that a server defers: its part of the paper's GIB.
+
+    Args:
+        units: Numbers of the units; without any, the result is empty.
+    """
     return msgspec.msgpack.encode(list(units)) if units else b""
 
 
-def decode_mask(words: bytes) -> list[int]:
-    """The units that `encode_mask` was given. Raises `UsageError` for other bytes."""
-    units: list[int] = decode("answer", words, list[int]) if words else []
+def decode_mask(mask: bytes) -> list[int]:
+    """Return the units that `encode_mask` was given.
+
+    Raises:
+        UsageError: *mask* is no result of `encode_mask`.
+    """
+    units: list[int] = decode("reply", mask, list[int]) if mask else []
     return units
