@@ -1,7 +1,7 @@
 """Exact methods past the end of backward: what they gain over bsp, and over DDP.
 
     python -m benchmarks.measure.exact_overlap                    # virtual time: all tables, 10 minutes
-    python -m benchmarks.measure.exact_overlap --only layers
+    python -m benchmarks.measure.exact_overlap --only layers      # measures what no row has yet
     python -m benchmarks.measure.exact_overlap --emulated         # 8 hosts, real processes: 10 minutes
     python -m benchmarks.measure.exact_overlap --loopback         # 2 processes: what it costs where nothing is gained
 
@@ -31,6 +31,7 @@ import paceline
 from benchmarks.measure import collectives, ddp_comparison, harness, overhead
 from benchmarks.measure.harness import SETTLING_STEPS, alone, ddp, ours
 from benchmarks.papers import osp
+from benchmarks.papers.results import Results
 from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.runtimes.simulated import Simulation
 
@@ -41,6 +42,8 @@ LAYERS = (16, 16.0, 0.078, 0.157)
 """Layers, megabytes, and seconds of both passes."""
 WORKLOADS = ("resnet50", "vgg16", "bert-base", "googlenet-k80")
 LINKS = (1, 10, 25)
+RESULTS = harness.ROOT / "benchmarks" / "results" / "exact_overlap.jsonl"
+"""A row per table line and method, in virtual time."""
 BLOCK = 10
 CAPS = (1, 2, 4)  # MiB
 
@@ -70,16 +73,20 @@ def paced(method, link):
     return (ends[-1] - ends[-1 - LAST]) / LAST
 
 
-def row(name, compute, wire, seconds):
-    """*seconds* gives those of a step under a method."""
-    found = {method: seconds(method) for method in METHODS}
+def row(results, name, compute, wire, seconds):
+    """*seconds* gives those of a step under a method; stored rows are not measured again."""
+    found = {
+        method: results.value(f"{name}, {method}", "s", partial(seconds, method))
+        for method in METHODS
+    }
     return {"name": name, "limit": max(compute, wire), **found}
 
 
-def layers():
+def layers(results):
     _, megabytes, forward, backward = LAYERS
     sent = 2 * (osp.WORKERS - 1) / osp.WORKERS * megabytes * 1e6
     yield row(
+        results,
         "16 layers, 1 Gbit/s",
         forward + backward,
         sent / GIGABIT,
@@ -87,8 +94,9 @@ def layers():
     )
 
 
-def stood_in(name, workload, link):
+def stood_in(results, name, workload, link):
     return row(
+        results,
         name,
         osp.compute(workload),
         osp.ring_seconds(workload, link),
@@ -96,16 +104,18 @@ def stood_in(name, workload, link):
     )
 
 
-def ratios():
+def ratios(results):
     for r in osp.RATIOS:
-        yield stood_in(f"r = {r}", osp.EQUAL, osp.ring_link(r))
+        yield stood_in(results, f"r = {r}", osp.EQUAL, osp.ring_link(r))
 
 
-def workloads():
+def workloads(results):
     for name in WORKLOADS:
         for gigabits in LINKS:
             workload = Workload.load(name)
-            yield stood_in(f"{name}, {gigabits} Gbit/s", workload, gigabits * GIGABIT)
+            yield stood_in(
+                results, f"{name}, {gigabits} Gbit/s", workload, gigabits * GIGABIT
+            )
 
 
 TABLES = {"layers": layers, "ratios": ratios, "workloads": workloads}
@@ -238,8 +248,13 @@ def main():
     if arguments.emulated:
         found = list(emulated(arguments.links, arguments.rounds))
     else:
-        names = [arguments.only] if arguments.only else list(TABLES)
-        found = [one for name in names for one in show(TABLES[name]())]
+        results = Results(RESULTS)
+        found = []
+        for name in [arguments.only] if arguments.only else TABLES:
+            results.command = (
+                f"python -m benchmarks.measure.exact_overlap --only {name}"
+            )
+            found += show(TABLES[name](results))
     if arguments.json:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
