@@ -22,9 +22,13 @@ from benchmarks.measure import (
     agreement,
     compression,
     compression_accuracy,
+    exact_overlap,
     local_accuracy,
+    regret,
     regret_emulated,
 )
+from benchmarks.papers import load
+from benchmarks.papers.results import Results
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -84,6 +88,28 @@ def agreement_summary() -> list[str]:
     heads = ("cells of", "`--group`", "cells", "within 10 %")
     heads += ("within 10 % plus spread", "median error", "worst error")
     return markdown(heads, (cells(*one) for one in SUMMARY.items()))
+
+
+HEADLINE = {
+    "all": (tuple(agreement.GROUPS), "the groups below"),
+    "`bsp`, servers and OSP": (("main",), "`python -m benchmarks.measure.agreement`"),
+    "held-out networks": (
+        ("held-out",),
+        "`python -m benchmarks.measure.agreement --group held-out`",
+    ),
+}
+"""Rows of the shorter summary: groups, and the command that measures them."""
+
+
+def agreement_headline() -> list[str]:
+    def cells(name: str, groups: tuple[str, ...], command: str) -> list[str]:
+        rows = rows_of(groups)
+        figures = map(str, (len(rows), *judged(rows)))
+        return [name, *figures, middle(rows), command]
+
+    heads = ("cells of", "cells", "within 10 %", "within 10 % plus spread")
+    heads += ("median error", "command")
+    return markdown(heads, (cells(name, *one) for name, one in HEADLINE.items()))
 
 
 def agreement_beyond() -> list[str]:
@@ -166,6 +192,107 @@ def accuracy_of_compression() -> list[str]:
     return compression_accuracy.lines(tables, results, accuracy.SEEDS)
 
 
+# ---- virtual time ----
+
+
+def of_paper(name: str, table: str) -> tuple[list[Row], str]:
+    """The stored rows of a paper's table, and the command that measures them."""
+    paper = load(name)
+    rows = list(paper.tables[table](Results(paper.path, measures=False)))
+    return rows, f"`{paper.command(table)}`"
+
+
+def ratios(figures: Iterable[float], digits: int = 2) -> str:
+    return ", ".join(f"{figure:.{digits}f}" for figure in figures)
+
+
+def methods_in_virtual_time() -> list[str]:
+    """Speed-ups of methods, a line for each comparison; all are stored rows of papers."""
+    found = []
+    native, command = of_paper("osp", "native")
+    column = "osp:collective=native, until step 540"
+    loads = joined(f"{row['r']:g}" for row in native)
+    text = "`osp:collective=native` over `bsp` with its best plan, steps 501 to 540"
+    text += f"; all-reduces take {loads} times the compute time"
+    found.append([text, ratios(row[column] for row in native), command])
+
+    gains, command = of_paper("ds_sync", "gains-8")
+    for racks in ("2 racks", "4 racks"):
+        rows = [row for row in gains if row["network"].startswith(racks)]
+        uplinks = joined(row["network"].split()[-1] for row in rows)
+        text = "best `ds-sync` over `bsp` by ring, time to 96 % of digits; "
+        text += f"{racks} with uplinks of {uplinks} of a host's link"
+        found.append([text, ratios((row["bsp, ring"] for row in rows), 1), command])
+
+    stale, command = of_paper("baselines", "staleness")
+    jitters = joined(row["jitter"] for row in stale)
+    for column, name in (("ssp", "`ssp` (bound 3)"), ("asp", "`asp`")):
+        text = f"{name} over `bsp`, steps per second; step times as "
+        text += f"{stale[0]['classes']}, jitter of {jitters}"
+        found.append([text, ratios(row[column] for row in stale), command])
+
+    classes, command = of_paper("gssp", "classes")
+    classes = [row for row in classes if row["classes"] != "all equal"]
+    times = " or ".join(row["classes"] for row in classes)
+    text = f"`gssp` over `ssp` (bound 3), steps per second; step times as {times}"
+    found.append([text, ratios(row["over ssp"] for row in classes), command])
+    return markdown(("speed-up of", "figure", "command"), found)
+
+
+def joined(texts: Iterable[object]) -> str:
+    return ", ".join(map(str, texts))
+
+
+def googlenet_by_plan() -> list[str]:
+    """Milliseconds a step of a published trace, by bucket plan."""
+    rows, _ = of_paper("mg_wfbp", "steps")
+    plans = {
+        "`wfbp`": "wfbp",
+        "one bucket": "single",
+        "DDP's rule": "ddp",
+        "MG-WFBP": "mg-wfbp",
+        "exact plan": "optimal",
+    }
+    return markdown(
+        ("workers", *plans),
+        (
+            [str(row["workers"]), *(f"{float(row[key]):.0f}" for key in plans.values())]
+            for row in rows
+            if row["workers"] in {64, 128}
+        ),
+    )
+
+
+def overlap_gains() -> list[str]:
+    """Speed-ups of exact methods past the end of backward, a line for each network."""
+    results = Results(exact_overlap.RESULTS, measures=False)
+    others = exact_overlap.METHODS[1:]
+    found = []
+    for make in exact_overlap.TABLES.values():
+        for row in make(results):
+            gains = (f"{row['bsp'] / row[method]:.2f}" for method in others)
+            limit = f"{row['priority'] / row['limit']:.2f}"
+            steps = (f"{1e3 * row[name]:.4g}" for name in ("limit", "bsp"))
+            found.append([row["name"], *steps, *gains, limit])
+    names = (method.partition(":")[0] for method in others)
+    heads = ("network", "limit, ms", "bsp, ms", *names, "priority to the limit")
+    return markdown(heads, found)
+
+
+def simulated_regret() -> list[str]:
+    """The worst and the median regret of simulated plans."""
+    stored = json.loads(regret.RESULTS.read_text())
+    found = [
+        (one["regret"], f"{level}, `{cell}`")
+        for cell, result in stored.items()
+        for level, one in result["regrets"].items()
+    ]
+    worst, where = max(found)
+    median = statistics.median(figure for figure, _ in found)
+    heads = ("plans", "worst regret", "its level and cell", "median regret")
+    return markdown(heads, [[str(len(stored)), f"{worst:.3f}", where, f"{median:.3f}"]])
+
+
 # ---- others ----
 
 
@@ -223,15 +350,19 @@ def random_faults() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "agreement headline": agreement_headline,
     "agreement summary": agreement_summary,
     "agreement beyond 10 percent": agreement_beyond,
     "osp emulated": osp_emulated,
+    "methods in virtual time": methods_in_virtual_time,
+    "googlenet by plan": googlenet_by_plan,
     "compression 0.1 Gbit": compression_gains(0.1),
     "compression 1 Gbit": compression_gains(1),
     "compression 10 Gbit": compression_gains(10),
     "compression coding": compression_coding,
     "compression accuracy": accuracy_of_compression,
     "local accuracy": accuracy_of_local_updates,
+    "regret simulated": simulated_regret,
     "regret emulated": regret_between_processes,
     "random faults": random_faults,
 }
