@@ -155,7 +155,7 @@ def test_compare_in_the_real_runtime(tmp_path, monkeypatch, capfd):
             for verb in ("run", "simulate", "emulate")
             for key, message in (
                 ("staleness=-1", "expected a bound of 0 or more steps"),
-                ("number_of_groups=9", "there are only 4 workers"),
+                ("number_of_groups=9", "expected at most the 4"),
                 ("members=0-1+1-3", "rank 1 is named twice"),
                 ("members=0-1+2", "rank 3 is in no group"),
                 ("members=0-1+zwei", "of ranks and ranges joined by '.'"),

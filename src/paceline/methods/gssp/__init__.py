@@ -1,10 +1,13 @@
 """GSSP: SSP inside groups of workers that are about as fast, and updates between the groups.
 
 Sun et al., "GSSP: eliminating stragglers through grouping synchronous for distributed deep
-learning in heterogeneous cluster" (IEEE TCC 10(4), 2022). Where some workers are slower for good,
-SSP runs at the pace of the slowest one, whatever its bound. Here each group has a server with the
+learning in heterogeneous cluster" (IEEE TCC 10(4), 2022). If some workers are always slower, SSP
+runs at the pace of the slowest one, whatever its bound. Here each group has a server with the
 whole model, and its workers wait only for each other. Servers send each other the updates that
-they have applied, and apply what they receive at once.
+they have applied, and apply received updates at once.
+
+- `discipline`: the server's half; start here.
+- `grouping`: step times, groups from them, and decisions.
 
     worker j of group q:  w from server q; push g; start step c when all of q have done c - s
     server q on a push:   w = w - lr w_j g; acc = acc + w_j g; every `period` pushes send acc to all
@@ -13,48 +16,45 @@ they have applied, and apply what they receive at once.
 Groups
 ------
 All workers begin in group 0. Servers measure steps: from the moment a worker goes on until its
-next gradient is in. Once all step times are known well enough, server 0 forms the groups
-(`grouping`). That takes 5 steps of each worker where they vary little, and at most
-`measure_steps`. It forms `number_of_groups` groups. With 0 it forms as few as possible, at most
-`most_groups`, so that no worker takes more than `ratio` times as long as another one of its group.
-Differences that may be chance form no groups.
+next gradient has arrived. Once all step times are known well enough, server 0 forms the groups
+(`grouping`). That takes 5 steps of each worker if they vary little, and at most `measure_steps`.
+It forms `number_of_groups` groups. With 0 it forms as few as possible, at most `most_groups`, so
+that no worker takes more than `ratio` times as long as another one of its group. Differences that
+may be chance form no groups.
 
-Later server 0 decides again whenever all workers were measured for `measure_steps` more steps. A
-worker moves when it was nearer to another group by 15 % at two decisions in a row. Two groups
-become one when they were alike as often. If all workers are about as fast there is one group: this
-is ssp then, and is reported so. ``members=0-3+4-7`` gives fixed groups by hand.
+Later, server 0 decides again whenever all workers were measured for `measure_steps` more steps. A
+worker moves if it was nearer to another group by 15 % in two decisions in a row. Two groups are
+merged if they were alike in two decisions in a row. If all workers are about as fast, there is one
+group; then this is ssp, and a message says so. ``members=0-3+4-7`` sets fixed groups.
 
-What a step is to the optimizer
--------------------------------
+Weights, momentum and learning rates
+------------------------------------
 A push has weight 1/n, which scales the learning rate. An update has the sum of its pushes'
-weights. So n gradients move parameters as far as a step of bsp does, and weight decay takes as
-much. How many updates that is does not matter: n/k of the server's own pushes, and one for each
-update it receives. Momentum does depend on the number of updates: its horizon in samples is
-shorter than under bsp, as it is under ssp.
+weights. So n gradients move parameters as far as a step of bsp, with as much weight decay,
+whatever the number of updates. A server applies n/k pushes of its own group, and each update that
+it receives. Momentum does depend on the number of updates: its horizon in samples is shorter than
+under bsp, as under ssp.
 
 Pushes carry their hyperparameters. An update carries those of its last push, except learning
 rates: each gradient is applied at the rate of its own step (`GradientSum`). So a schedule that
 counts a worker's own steps is ahead in a fast group and behind in a slow one.
-`DistributedOptimizer.steps_of_all` counts samples instead: gradients of all workers that are in
-the model, divided by n. A schedule follows it so:
+`DistributedOptimizer.steps_of_all` counts samples instead: gradients of all workers in the model,
+divided by n. This makes a schedule follow it:
 
     while scheduler.last_epoch < int(optimizer.steps_of_all):
         scheduler.step()
 
-Differences from the published code, which does not run as it is:
+Differences from the published code, which does not run as published:
 
-- The push counter counts, so that updates are sent.
-- Groups follow measured times, where the code takes ranks modulo 4.
-- The gate does not poll.
-- BatchNorm's statistics travel.
-- Weight decay acts as often as under bsp, and not once an update.
+- Pushes are counted, so that updates are sent.
+- Groups follow measured times; the code takes ranks modulo 4.
+- Servers release workers on events, and do not poll.
+- BatchNorm's statistics are sent.
+- Weight decay acts as often as under bsp, and not once in each update.
 - Groups have no speed class before all workers were measured.
-- There is no root: one script of the code has one, whose server steps for all groups.
+- There is no root server. One script of the code has one, which steps for all groups.
 
-Groups and hysteresis are inferred.
-
-- `discipline`: the server's half; start here.
-- `grouping`: step times, groups from them, and decisions.
+How groups are formed, and when workers move, is inferred.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ __all__ = ["GSSP"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupMethod(PushPull):
-    """A method whose groups have a server each, and whose workers may change groups.
+    """Base class of methods whose groups have one server each, and whose workers may change groups.
 
     A worker pushes to its group's server, and pulls from it.
 
@@ -108,16 +108,21 @@ class GroupMethod(PushPull):
 
 
 class GroupWorker(PushPullWorker):
-    """One worker of a `GroupMethod`."""
+    """Runs one worker of a `GroupMethod`: pushes, pulls, and follows the server's groups.
+
+    Attributes:
+        groups_version: The version of the groups that this worker has received last.
+        encoded_groups: These groups as bytes. The worker reports them, since a restarted server may
+            not know them.
+        steps_of_all: Steps of all workers in this worker's model: gradients, divided by the number of
+            workers.
+    """
 
     def __init__(self, run: ServerRun, method: GroupMethod) -> None:
-        """Collective."""
+        """Create the worker. All ranks must call this together."""
         super().__init__(run, method)
         self.groups_version, self.encoded_groups = 0, b""
-        """The groups that this worker has received last. It reports them to its server, which may
-        have been away."""
         self.steps_of_all = 0.0
-        """Steps of all workers in this one's model: gradients, divided by the number of workers."""
         self._read_notices()
 
     def after_update(self) -> None:
@@ -125,13 +130,13 @@ class GroupWorker(PushPullWorker):
         self._read_notices()
 
     def _report(self, bucket: Bucket) -> bytes:
-        """Only with the first bucket."""
+        """Return the report for the server, which goes with the first bucket only."""
         if bucket.index:
             return b""
         return encode(WorkerReport(self.encoded_groups, self.steps_of_all))
 
     def _read_notices(self) -> None:
-        """Follow what the server has sent of groups and steps."""
+        """Adopt the groups and steps that the server has sent, and move if this worker's group changed."""
         remote = self.run.remote
         for received in remote.notices(0):
             if not received.notice:
@@ -150,13 +155,13 @@ class GroupWorker(PushPullWorker):
             self._on_new_groups(groups)
 
     def _on_new_groups(self, groups: Groups) -> None:
-        """This worker has received other groups, or other speeds."""
+        """Handle new groups or speed classes; subclasses may report them."""
 
     def metrics(self) -> dict[str, float]:
-        """The number of this worker's group, as ``group``."""
+        """Return the number of this worker's group, as ``group``."""
         return {"group": self.run.remote.group}
 
-    # ---- what a checkpoint holds ----
+    # ---- checkpoints ----
 
     def save_state(self) -> dict[str, Any]:
         return {"steps_of_all": self.steps_of_all}
@@ -173,7 +178,7 @@ class GSSP(GroupMethod):
     """SSP inside groups of workers of similar speed, and updates between the groups.
 
     Attributes:
-        number_of_groups: Groups; 0: as few as *ratio* allows.
+        number_of_groups: Number of groups; 0: as few as *ratio* allows.
         most_groups: The most groups that are formed.
         ratio: No worker of a group takes more than this times as long as another one of it.
         staleness: Steps that a worker may be ahead of the slowest of its group.
@@ -230,7 +235,7 @@ class GSSP(GroupMethod):
 
     @property
     def learns_for(self) -> int:
-        """How many steps it takes until workers are in groups of their speed."""
+        """Steps until workers are in groups of their speed."""
         return self.measure_steps
 
     def groups(self, workers: int) -> Groups:
@@ -240,12 +245,13 @@ class GSSP(GroupMethod):
             if number not in (0, groups.servers):
                 raise UsageError(
                     f"gssp:members={self.members} are {groups.servers} groups, and "
-                    f"number_of_groups={number}: expected the same, or one of both"
+                    f"number_of_groups={number}: expected the same number. Leave one of them out"
                 )
             return groups
         if number > workers:
             raise UsageError(
-                f"gssp:number_of_groups={number}: there are only {workers} workers"
+                f"gssp:number_of_groups={number}: expected at most the {workers} workers. Lower it, or "
+                "take 0: as few groups as step times need"
             )
         return Groups((0,) * workers, number or min(self.most_groups, workers))
 
@@ -280,7 +286,7 @@ class GSSP(GroupMethod):
 
 
 class GSSPWorker(GroupWorker):
-    """One worker, which reports where all workers are in one group."""
+    """Runs one worker of GSSP, and reports if all workers are in one group."""
 
     method: GSSP
 
@@ -288,7 +294,7 @@ class GSSPWorker(GroupWorker):
         if len(set(groups.of)) == 1:
             again = " again" if groups.version > 1 else ""
             self.run.report(
-                f"gssp: all workers are about as fast{again} (within a factor of "
-                f"{self.method.ratio:g}, or of what can be told): they are one group, for "
-                "which this is ssp"
+                f"gssp: all workers are about as fast{again}, within a factor of "
+                f"{self.method.ratio:g} or the error of measurement. They form one group, for which "
+                "this is ssp"
             )

@@ -1,23 +1,23 @@
-"""The server's half of methods whose groups have a server each.
+"""Runs the servers of methods whose groups have one server each: the server's half of GSSP.
 
 - `GroupDiscipline`: the discipline of one group's server; start here.
 - `BoundedGate`, `RoundGate`: when a group's gradients are applied, and when its workers go on.
-- `GroupClocks`: which members push here, and how far each is.
-- `PendingUpdates`, `GradientSum`: what was applied here, and is owed to the other servers.
+- `GroupClocks`: which members push here, and the progress of each.
+- `PendingUpdates`, `GradientSum`: gradients that were applied here, and that the other servers must get.
 
     on push(j, g):   w = w - lr w_j g;  acc = acc + w_j g;  every `period` pushes acc is sent to all
     on update(acc'): w = w - lr acc', at once
 
-A gate sees each push, with its number by the group's clocks. After each event it releases the
-workers that may go on: there is no polling. A push without a number is of a worker that no member
-waits for: it is about to push to another group.
+A gate receives each push with its step number by the group's clocks. After each event it releases
+the workers that may go on, so nothing polls. A push without a step number comes from a worker that
+no member waits for, since it moves to another group.
 
-A worker reads in a reply that it changes groups. Its last push here is applied and answered at
-once, and no member waits for it any more.
+A worker reads in a reply that it changes groups. The server applies and answers the worker's last
+push here at once, and no member waits for it any more.
 
-Damping is by the staleness of a group's update. It counts the gradients of others that were
-applied to its bucket since the group's last update, divided by the number of workers. So it is in
-steps of all workers: in the time of one update of a slow group the others do many steps.
+Damping scales a group's update by its staleness: the gradients of other groups that were applied
+to the bucket since this group's last update, divided by the number of workers. So its unit is a
+step of all workers. During one update of a slow group, the others take many steps.
 """
 
 from __future__ import annotations
@@ -56,21 +56,21 @@ from paceline.methods.gssp.grouping import (
 from paceline.methods.push_pull import without_gradient
 
 AFTER_ALL = 1 << 60
-"""A step after all others: `Shard.active_workers` of it are the workers that train."""
+"""A step after all others: `Shard.active_workers` of it returns the workers that train now."""
 
 
 class GroupDiscipline(GroupServerDiscipline):
-    """The discipline of one group's server.
+    """Applies the pushes of one group, and exchanges updates with the other group servers.
 
     Args:
         groups: The groups at the start.
-        gate: When gradients are applied, and workers go on.
-        period: After how many gradients of a bucket an update is due; 0: as many as the group has
+        gate: Decides when gradients are applied, and when workers go on.
+        period: Gradients of a bucket after which an update is due; 0: as many as the group has
             workers.
-        measure_steps: A step time is the median of so many steps.
-        regroup: How groups follow step times; None: they stay.
-        damps: An update of this group has 1/(1 + tau) times its weight, here and at the others,
-            where tau is its staleness.
+        measure_steps: A step time is the median of this many steps.
+        regroup: Forms groups from step times; None: groups stay.
+        damps: Whether an update of this group has 1/(1 + tau) times its weight, here and at the
+            other servers. Here tau is its staleness.
     """
 
     def __init__(
@@ -89,17 +89,17 @@ class GroupDiscipline(GroupServerDiscipline):
         self._times = StepTimes(measure_steps)
         self._decisions = RegroupDecisions(regroup)
         self._foreign_gradients: Counter[int] = Counter()
-        """By bucket: gradients of other groups since this group's last update."""
+        """For each bucket, the gradients of other groups since this group's last update."""
         self._unanswered: Counter[int] = Counter()
-        """By worker: how many of its pushes are unanswered."""
+        """For each worker, its number of unanswered pushes."""
         self._new_times: dict[int, StepTime] = {}
-        """Step times that server 0 does not have."""
+        """Step times that server 0 does not have yet."""
         self._at_barrier: list[int] = []
-        """The workers at the barrier where all workers meet, as of server 0's last notice."""
+        """The workers that wait at the barrier of all workers, by server 0's last notice."""
         self._must_notify = False
-        """Whether the other servers are to know the groups that are known here."""
+        """Whether the other servers must get a notice with this server's groups."""
         self._encoded_groups: tuple[int, bytes] = 0, b""
-        """The version of groups that workers were sent last, and these groups."""
+        """The version of the groups that were last sent to workers, and these groups."""
 
     # ---- the `Discipline` ----
 
@@ -115,7 +115,8 @@ class GroupDiscipline(GroupServerDiscipline):
         if is_whole:
             self._measure(shard, worker)
         if worker in self._at_barrier and self._known.number:
-            self._at_barrier = []  # the barrier has passed; server 0's notice is on its way
+            # A push shows that the barrier has passed, before server 0's notice arrives.
+            self._at_barrier = []
         self._admit(push)
         self._update_clocks(shard)
         if worker in self.clocks:
@@ -127,7 +128,7 @@ class GroupDiscipline(GroupServerDiscipline):
         self._gate.release(self, shard)
 
     def _admit(self, push: PushedGradient) -> None:
-        """Let a member enter with its first push."""
+        """Let a member enter the group's clocks with its first push."""
         is_member = self.groups.of[push.worker] == self._known.number
         if is_member and push.worker not in self.clocks:
             alone = self.groups.servers == 1 or not self.clocks.is_begun
@@ -146,9 +147,11 @@ class GroupDiscipline(GroupServerDiscipline):
         self._gate.release(self, shard)
 
     def _update_clocks(self, shard: Shard) -> None:
+        """Remove members that have left, and let those back in that the barrier has released."""
         at_barrier: Collection[int] = self._at_barrier
         if self._known.number == 0 and self.groups.servers > 1:
-            at_barrier = shard.waiting_at_barrier()  # workers of all groups wait there
+            # Workers of all groups wait at server 0.
+            at_barrier = shard.waiting_at_barrier()
         number = self._known.number
         back = self.clocks.update(shard, self.groups, number, at_barrier)
         if back:
@@ -167,17 +170,25 @@ class GroupDiscipline(GroupServerDiscipline):
 
     def take_over(self, before: Discipline) -> None:
         assert isinstance(before, GroupDiscipline)
-        self._known = before._known  # groups and speeds outlive a load
+        # Groups and step times outlive a load of parameters.
+        self._known = before._known
 
     def resume(self, shard: Shard, step: int) -> None:
         self._gate.resume(shard, step)
         self._update_clocks(shard)
 
-    # ---- for its gate ----
+    # ---- for the gate ----
 
     def apply(self, shard: Shard, push: PushedGradient, gradients: int = 1) -> None:
-        """Apply a push, which may be the mean of several *gradients*, and owe it to the others."""
-        if push.applied:  # and so was the update with it
+        """Apply a push, and add it to the next update for the other servers.
+
+        Args:
+            shard: The part of the model that this server holds.
+            push: The push.
+            gradients: Number of gradients of which the push is the mean.
+        """
+        if push.applied:
+            # Its update was sent as well.
             shard.apply(push)
             return
         if self._damps:
@@ -190,7 +201,7 @@ class GroupDiscipline(GroupServerDiscipline):
             self._pending.add(shard, push, gradients)
 
     def answer(self, shard: Shard, push: PushedGradient) -> None:
-        """Answer a push. With the last one of a step its worker goes on."""
+        """Reply to a push. The reply to a step's last push begins the worker's next step."""
         shard.reply(push)
         worker = push.worker
         self._unanswered[worker] = max(0, self._unanswered[worker] - 1)
@@ -229,7 +240,7 @@ class GroupDiscipline(GroupServerDiscipline):
         self._count(update.bucket, update.gradients)
 
     def _count(self, bucket: int, gradients: int) -> None:
-        """So many gradients of a bucket were applied."""
+        """Count *gradients* that were applied to a bucket; one bucket counts for all."""
         if bucket == 0:
             self._known.steps += gradients / len(self.groups.of)
 
@@ -248,7 +259,8 @@ class GroupDiscipline(GroupServerDiscipline):
         theirs = read_group_notice(notice, self.groups)
         newer = self._known.adopt(theirs.groups)
         if self._known.number == 0 and theirs.groups.version < self.groups.version:
-            self._must_notify = True  # that server was away
+            # The source was restarted, and does not know the current groups.
+            self._must_notify = True
         for worker, time in theirs.times.items():
             self._known.add_time(worker, time)
         moved = source == 0 and theirs.at_barrier != self._at_barrier
@@ -267,7 +279,7 @@ class GroupDiscipline(GroupServerDiscipline):
         return found
 
     def notice(self, bucket: int) -> bytes:
-        """Only with the first bucket, whose replies come first."""
+        """Return groups and steps for the workers, with the first bucket only: its replies come first."""
         groups = self.groups
         if bucket:
             return b""
@@ -275,10 +287,10 @@ class GroupDiscipline(GroupServerDiscipline):
             self._encoded_groups = groups.version, encode(groups)
         return encode(WorkerNotice(self._encoded_groups[1], self._known.steps))
 
-    # ---- speeds ----
+    # ---- step times ----
 
     def _measure(self, shard: Shard, worker: int) -> None:
-        """A worker's step has ended."""
+        """End a worker's step, and send its step time to server 0 if there is a new one."""
         time = self._times.end_step(worker, shard.now)
         if self.groups.servers == 1:
             return
@@ -295,7 +307,7 @@ class GroupDiscipline(GroupServerDiscipline):
             self._decide(shard)
 
     def _decide(self, shard: Shard) -> bool:
-        """Let server 0 decide, once all workers were measured. Returns whether anything is new."""
+        """On server 0, decide the groups once all workers were measured; return whether they changed."""
         if self._known.number or self.groups.servers == 1:
             return False
         new = self._decisions.decide(self._known, shard.active_workers(AFTER_ALL))
@@ -304,7 +316,7 @@ class GroupDiscipline(GroupServerDiscipline):
 
 
 class Gate(Protocol):
-    """When gradients of a group are applied, and when its workers go on."""
+    """Decides when gradients of a group are applied, and when its workers go on."""
 
     def on_push(
         self,
@@ -313,19 +325,26 @@ class Gate(Protocol):
         push: PushedGradient,
         step: int | None,
     ) -> None:
-        """A gradient has come. *step* is its number by the group's clocks; None: it has none."""
+        """Handle a gradient that has arrived.
+
+        Args:
+            group: The discipline whose gate this is.
+            shard: The part of the model that the server holds.
+            push: The gradient.
+            step: Its step by the group's clocks; None if no member waits for its worker.
+        """
         ...
 
     def release(self, group: GroupDiscipline, shard: Shard) -> None:
-        """Apply and answer what may be by now. Called after each event."""
+        """Apply and answer all pushes that need not wait any longer. Called after each event."""
         ...
 
     def entry_step(self, group: GroupDiscipline) -> int:
-        """The step, by the group's clocks, with which a member enters now."""
+        """Return the step, by the group's clocks, with which a member would enter now."""
         ...
 
     def first_step(self, group: GroupDiscipline, shard: Shard) -> int:
-        """See `Discipline.first_step`. The step is one of the workers' own."""
+        """See `Discipline.first_step`. The step is by the worker's own count."""
         ...
 
     def completed_step(self, group: GroupDiscipline, shard: Shard) -> int | None:
@@ -333,7 +352,7 @@ class Gate(Protocol):
         ...
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        """See `Discipline.may_pull`, where there is only one group."""
+        """See `Discipline.may_pull`. Called only if there is one group."""
         ...
 
     def resume(self, shard: Shard, step: int) -> None:
@@ -342,7 +361,10 @@ class Gate(Protocol):
 
 
 def least_step(group: GroupDiscipline, shard: Shard) -> int:
-    """The least of the members' own next steps; without members `Shard.next_unstarted_step`."""
+    """Return the smallest of the members' own next steps.
+
+    Without members it is `Shard.next_unstarted_step`.
+    """
     return min(
         (shard.clock(worker) for worker in group.clocks),
         default=shard.next_unstarted_step(),
@@ -350,10 +372,12 @@ def least_step(group: GroupDiscipline, shard: Shard) -> int:
 
 
 class BoundedGate:
-    """SSP with a bound *staleness* of at least 1.
+    """Runs a group as SSP: applies gradients at once, and holds back workers that are too far ahead.
 
-    A gradient is applied when it comes. A worker starts its step c when all members have done at
-    least c - *staleness* steps.
+    A worker starts its step c when all members have completed at least c - *staleness* steps.
+
+    Args:
+        staleness: The staleness bound, 1 or more steps.
     """
 
     def __init__(self, staleness: int) -> None:
@@ -375,9 +399,8 @@ class BoundedGate:
         self._waiting = []
         for push, step in waiting:
             if step is None or push.worker not in group.clocks:
-                group.answer(
-                    shard, push
-                )  # its worker moves to another group, or is lost
+                # Its worker moves to another group, or is lost.
+                group.answer(shard, push)
             elif step + 1 <= slowest + self._staleness:
                 group.answer(shard, push)
             else:
@@ -393,27 +416,29 @@ class BoundedGate:
         return least_step(group, shard)
 
     def may_pull(self, shard: Shard, step: int, bucket: int) -> bool:
-        # A worker that comes back goes on after its own steps, which may be far ahead.
+        # A restarted worker continues after its own steps, which may be far ahead.
         return step <= shard.slowest_step() + self._staleness
 
     def resume(self, shard: Shard, step: int) -> None:
-        """It holds nothing but pushes that wait."""
+        """Do nothing: this gate holds only pushes that wait."""
 
 
 class RoundGate:
-    """Bulk-synchronous rounds: a bucket is updated once the gradients of all members are in.
+    """Runs a group in bulk-synchronous rounds: updates a bucket once all members have pushed it.
 
-    The gradients are applied one after the other, in rank order; or *together*, as their mean.
+    Args:
+        together: Apply the gradients of a round as one, their mean. Otherwise they are applied one
+            after the other, in rank order.
     """
 
     def __init__(self, together: bool = False) -> None:
         self._together = together
         self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}
-        """By step and bucket, the gradients that are in."""
+        """For each step and bucket, the gradients that have arrived."""
         self._ended: Counter[int] = Counter()
-        """By bucket, the first step whose round has not ended."""
+        """For each bucket, the first step whose round has not ended."""
         self._begun = 0
-        """The first step of which no gradient has come."""
+        """The first step of which no gradient has arrived."""
 
     def on_push(
         self,
@@ -441,7 +466,7 @@ class RoundGate:
     def _close(
         self, group: GroupDiscipline, shard: Shard, pushes: list[PushedGradient]
     ) -> None:
-        """End a round of one bucket."""
+        """Apply and answer the pushes of one bucket's round."""
         fresh = [push for push in pushes if not push.applied]
         if self._together and fresh:
             group.apply(shard, combined(shard, fresh), len(fresh))
@@ -471,9 +496,11 @@ class RoundGate:
 
 
 def combined(shard: Shard, pushes: Sequence[PushedGradient]) -> PushedGradient:
-    """One push with the mean of these by weight, and the sum of their weights.
+    """Combine pushes of one bucket into one: their weighted mean, with the sum of their weights.
 
-    The memory of the first gradient becomes the mean's.
+    Args:
+        shard: The part of the model that the server holds.
+        pushes: One or more pushes. The mean is written into the first one's gradient.
     """
     if len(pushes) == 1:
         return pushes[0]
@@ -498,19 +525,20 @@ def combined(shard: Shard, pushes: Sequence[PushedGradient]) -> PushedGradient:
 
 
 class GroupClocks:
-    """The members that the others of their group wait for, and the progress of each.
+    """Counts the steps of the members that the others of their group wait for.
 
-    **Entry.** A member enters with its first push here. So no member waits for one that is on its way
-    from another group, or that comes back and is held up at another server. At the start the members of the
-    first groups have entered. With one group, workers enter as they join.
+    **Entry.** A member enters with its first push here. So no member waits for a worker that is on its
+    way from another group, or for a restarted one that another server holds up. At the start the members
+    of the first groups have entered. With one group, workers enter as they join.
 
-    **A clock** counts the whole steps of a worker that have arrived, from its entry. It begins
-    with the least clock of the others, however many steps the worker has done elsewhere. So a
-    slow worker that comes into a fast group delays no other. While no worker has changed groups a
-    clock is the worker's own step.
+    **Clocks.** A clock counts the whole steps of a worker that have arrived since its entry. It begins
+    at the smallest clock of the others, whatever the worker's own steps elsewhere. So a slow worker that
+    moves into a fast group delays no other. While no worker has changed groups, a clock equals the
+    worker's own step.
 
-    **At a barrier** of all workers a member is not waited for: others of its group may have many
-    steps to do until they arrive. When the barrier has passed its members enter again, together.
+    **Barriers.** No member waits for one that is at a barrier of all workers: others of its group may
+    take many steps until they arrive there. When the barrier has passed, its members enter again,
+    together.
     """
 
     def __init__(self) -> None:
@@ -535,16 +563,16 @@ class GroupClocks:
     def update(
         self, shard: Shard, groups: Groups, number: int, at_barrier: Collection[int]
     ) -> list[int]:
-        """Note which workers have come or gone.
+        """Add members that have joined, and remove those that have left.
 
         Args:
-            shard: The server's.
-            groups: The groups by now.
+            shard: The part of the model that the server holds.
+            groups: The current groups.
             number: The number of this server's group.
-            at_barrier: The workers at the barrier where workers of all groups meet.
+            at_barrier: The workers that wait at the barrier of all workers.
 
         Returns:
-            The members that are back from the barrier: they are to enter.
+            The members that the barrier has released. The caller must `enter` them.
         """
         trains = set(shard.active_workers(AFTER_ALL))
         members = trains.intersection(groups.members(number))
@@ -564,42 +592,48 @@ class GroupClocks:
         return back
 
     def enter(self, worker: int, step: int) -> None:
-        """The other members wait for this one, from this step of the group on."""
+        """Let the other members wait for *worker*, from *step* of the group on."""
         self._steps[worker] = self._first[worker] = step
 
     def advance(self, worker: int) -> None:
-        """A whole step of the worker is in."""
+        """Count a step of *worker* whose gradients have all arrived."""
         self._steps[worker] += 1
 
     def step(self, worker: int) -> int:
-        """The number of the worker's next step, by its clock."""
+        """Return the number of the worker's next step, by its clock."""
         return self._steps[worker]
 
     def slowest(self) -> int:
-        """The least clock; `AFTER_ALL` without members."""
+        """Return the smallest clock; `AFTER_ALL` without members."""
         return min(self._steps.values(), default=AFTER_ALL)
 
     def expected_workers(self, step: int) -> set[int]:
-        """The members whose gradients of that step have come or will come."""
+        """Return the members whose gradients of *step* have arrived or will arrive."""
         return {worker for worker, first in self._first.items() if first <= step}
 
 
 @dataclass
 class _Pending:
-    """The sum of so many *gradients* of one bucket, since its last update."""
+    """The sum of *gradients* gradients of one bucket since its last update."""
 
     total: GradientSum
     gradients: int
 
 
 class PendingUpdates:
-    """Updates for the other servers: a sum of gradients for each bucket."""
+    """Accumulates the updates for the other servers: a sum of gradients for each bucket."""
 
     def __init__(self) -> None:
         self._sums: dict[int, _Pending] = {}
 
     def add(self, shard: Shard, push: PushedGradient, gradients: int) -> None:
-        """A push was applied, maybe the mean of several *gradients*. Its memory is used up."""
+        """Add a push that was applied here.
+
+        Args:
+            shard: The part of the model that the server holds.
+            push: The push. The sum may take over the memory of its gradient.
+            gradients: Number of gradients of which it is the mean.
+        """
         its = push.gradient, push.weight, push.used, push.hyperparameters
         pending = self._sums.get(push.bucket)
         if pending is None:
@@ -609,7 +643,7 @@ class PendingUpdates:
         pending.gradients += gradients
 
     def take(self, least: int) -> list[GroupUpdate]:
-        """Take the updates of the buckets for which at least so many gradients are owed."""
+        """Remove and return the updates of buckets with at least *least* gradients."""
         due = [b for b, pending in self._sums.items() if pending.gradients >= least]
         return [self._take_update(bucket) for bucket in due]
 
@@ -627,15 +661,23 @@ class PendingUpdates:
 
 
 class GradientSum:
-    """A weighted sum of gradients of one bucket, to be applied as one update.
+    """Sums weighted gradients of one bucket, which other servers apply as one update.
 
-    An update by its `mean` and its `weight` moves parameters as far as updates by each gradient,
-    momentum and rounding aside. Where learning rates differ, as those of two steps may, each
-    gradient counts by its weight times its learning rate. `hyperparameters` then has the mean of
-    the learning rates by weight, for each group of the optimizer; everything else is of the last
-    gradient.
+    An update by its `mean` and its `weight` moves parameters as far as updates by each gradient would,
+    apart from momentum and rounding. Learning rates may differ between steps: then each gradient counts
+    by its weight times its learning rate. `hyperparameters` has the weighted mean of the learning rates,
+    for each parameter group of the optimizer. All other values are those of the last gradient.
 
-    The memory of the first gradient becomes the sum's.
+    Args:
+        gradient: The first gradient, flat. The sum takes over its memory.
+        weight: Its weight.
+        used: For each unit of the bucket, whether the gradient has it.
+        hyperparameters: The optimizer's hyperparameters at its step.
+
+    Attributes:
+        weight: The sum of all weights.
+        used: For each unit, whether any gradient has it.
+        hyperparameters: The hyperparameters of the update.
     """
 
     def __init__(
@@ -646,7 +688,7 @@ class GradientSum:
         hyperparameters: Hyperparameters,
     ) -> None:
         self._values, self._is_sum = gradient, False
-        """The sum of gradients times their weights; with one gradient alone, that gradient."""
+        """The sum of gradients times their weights; with one gradient, that gradient itself."""
         self.weight, self.used = weight, list(used)
         self.hyperparameters = hyperparameters
 
@@ -659,7 +701,16 @@ class GradientSum:
         used: Sequence[bool],
         hyperparameters: Hyperparameters,
     ) -> None:
-        """Add a gradient of the same *bucket* of *shard*. It is not changed."""
+        """Add a gradient of the same bucket, without changing it.
+
+        Args:
+            shard: The part of the model that the server holds.
+            bucket: The bucket's number.
+            gradient: The gradient, flat.
+            weight: Its weight.
+            used: For each unit of the bucket, whether the gradient has it.
+            hyperparameters: The optimizer's hyperparameters at its step.
+        """
         if not self._is_sum:
             self._values.mul_(self.weight)
             self._is_sum = True
@@ -683,7 +734,7 @@ class GradientSum:
         self.used = [a or b for a, b in zip(self.used, used, strict=True)]
 
     def mean(self) -> torch.Tensor:
-        """The mean by weight. Nothing can be added any more."""
+        """Return the weighted mean. Nothing may be added afterwards."""
         if self._is_sum and self.weight:
             self._values.mul_(1 / self.weight)
         return self._values
@@ -692,7 +743,7 @@ class GradientSum:
 def _rates(
     before: float, weight_before: float, new: float, weight: float
 ) -> tuple[float, float, float]:
-    """The mean of two learning rates by weight, and how many times the mean each of them is."""
+    """Return the weighted mean of two learning rates, and the ratio of each to that mean."""
     whole = weight_before + weight
     if before == new or not whole:
         return new, 1.0, 1.0

@@ -1,26 +1,32 @@
-"""Which worker is in which group: step times, groups from these, and the decisions of server 0.
+"""Measures workers' step times, and forms groups of workers that are about as fast.
+
+- `StepTimes`: measures the steps of a server's workers.
+- `partition`, `fewest_groups`, `speed_classes`: groups and their speed classes from step times.
+- `Hysteresis`, `Merging`, `Regrouping`: the rules by which workers change groups.
+- `GroupKnowledge`, `RegroupDecisions`: what a server knows of groups, and the decisions of server 0.
+- `encode`, `read_*`: the messages about groups, as bytes.
 
 **Step times.** A step begins when the server lets a worker go on, and ends when all of its next
-gradient is in. So it has pull, computation and push, without the wait at the gate. A worker's
-first step, which loads things, does not count. A step time is the median of several steps. Its
-standard error follows from the distance between their quartiles, in logarithms: a few slow steps
-of a warm-up, or an evaluation, change neither. The first groups are formed as soon as all times
-are known well enough, which takes `LEAST_STEPS` steps of the slowest worker where steps vary
-little. Later times are of `measure_steps` steps, and are smoothed as in the published code (0.7 of
-the new one).
+gradient has arrived. So it has pull, computation and push, without the wait for other workers. A
+worker's first step does not count: it loads code and data. A step time is the median of several
+steps. Its standard error follows from the distance between their quartiles, in logarithms. A few
+slow steps, such as an evaluation, change neither. The first groups are formed as soon as all times
+are known well enough. If steps vary little, this takes `LEAST_STEPS` steps of the slowest worker.
+Later times are of `measure_steps` steps, and are smoothed as in the published code: the new time
+has a weight of 0.7.
 
 **Groups.** Times are compared by their ratio, so all arithmetic is on their logarithms. In a best
-partition groups are runs of the sorted times: a time between two members of a group can join it
-and widens nothing. `partition` finds the partition whose widest group is least wide, since a group
-waits for its slowest member. Times are known to within an error. Two workers may share a group
-whatever the ratio, if they differ by at most `SIGNIFICANT_ERRORS` standard errors of their
-difference. So noise alone forms no groups of workers that are equally fast.
+partition, groups are runs of the sorted times: a time between two members of a group can join that
+group without widening it. A group waits for its slowest member, so `partition` makes the widest
+group as narrow as possible. Measured times have errors. Two workers may share a group whatever the
+ratio, if they differ by at most `SIGNIFICANT_ERRORS` standard errors of their difference. So noise
+alone does not separate workers that are equally fast.
 
-**Decisions.** Servers measure the steps of their workers, and send the times to server 0. Once all
-workers that train were measured anew, server 0 decides. It sends the groups to the other
-servers, and each server sends them to its workers.
+**Decisions.** Servers measure the steps of their workers, and send the times to server 0. Server 0
+decides once all active workers were measured again. It sends the groups to the other servers, and
+each server sends them to its workers.
 
-The paper does not say how it forms groups, and its code takes ranks modulo 4. All of this is
+The paper does not say how it forms groups, and its code takes ranks modulo 4. So these rules are
 inferred, except the speed classes, which are the published code's rule for GDTopK.
 """
 
@@ -46,19 +52,21 @@ NEW_WEIGHT = 0.7
 """The weight of a new time in a smoothed one, as in the published code."""
 
 LEAST_STEPS = 5
-"""From so many steps on the error of their median is known: one slow step does not change it."""
+"""A median of fewer steps has no known error. Of this many, one slow step does not change it."""
 
 MEDIAN_ERROR = math.sqrt(math.pi / 2) / 1.349
-"""A median's standard error times the root of the number of steps, over the distance of quartiles.
-It is that of a normal distribution, whose quartiles are 1.349 standard deviations apart."""
+"""A median's standard error is this, times the distance of quartiles, over the root of the steps.
+
+This holds for a normal distribution, whose quartiles are 1.349 standard deviations apart.
+"""
 
 
 class StepTime(NamedTuple):
-    """How long a worker's step takes.
+    """The measured time of a worker's step.
 
-    Args:
-        seconds: The time.
-        error: The standard error of its logarithm; 0 where it is not known.
+    Attributes:
+        seconds: The time in seconds.
+        error: The standard error of its logarithm; 0 if it is not known.
     """
 
     seconds: float
@@ -66,21 +74,29 @@ class StepTime(NamedTuple):
 
 
 class StepTimes:
-    """Measures the steps of the workers that push to this server: medians of *steps* steps."""
+    """Measures the step times of the workers that push to this server.
+
+    Args:
+        steps: A step time is the median of this many steps.
+    """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._began: dict[int, float] = {}
         self._times: defaultdict[int, list[float]] = defaultdict(list)
         self._known_steps = 0
-        """How many steps of each worker there were at the last `take_early`."""
+        """Steps of each worker at the last `take_early`."""
 
     def begin_step(self, worker: int, now: float) -> None:
-        """The worker goes on at the time *now*."""
+        """Begin a step of *worker* at the time *now*, in seconds."""
         self._began[worker] = now
 
     def end_step(self, worker: int, now: float) -> StepTime | None:
-        """The worker's gradient is in. Returns the time of its last steps, if there are enough."""
+        """End a step of *worker*: its gradient has arrived at the time *now*, in seconds.
+
+        Returns:
+            The median of its last steps; None if there are not enough of them.
+        """
         began = self._began.pop(worker, None)
         if began is None or now <= began:
             return None
@@ -92,15 +108,15 @@ class StepTimes:
         return step_time(times)
 
     def take_early(self, workers: Collection[int], error: float) -> dict[int, StepTime]:
-        """The times of all *workers*, if they are known well enough before `end_step` returns them.
+        """Take the times of all *workers* before `end_step` returns them, if they are certain enough.
 
         Args:
-            workers: The workers that train.
-            error: The root of the mean square of their errors has to be below this one. The error
-                of one worker alone, after few steps, is too uncertain.
+            workers: The active workers.
+            error: The root mean square of the workers' errors must be below this. After few steps,
+                the error of one worker alone is too uncertain.
 
         Returns:
-            The times by worker; empty while they are not known well enough.
+            The time of each worker; empty while they are not certain enough.
         """
         least = min((len(self._times.get(worker, ())) for worker in workers), default=0)
         if least < LEAST_STEPS or least == self._known_steps:
@@ -114,13 +130,13 @@ class StepTimes:
         return found
 
     def forget(self, worker: int) -> None:
-        """The worker pushes to another server, or does not train any more."""
+        """Discard the steps of *worker*, which pushes to another server or has left."""
         self._began.pop(worker, None)
         self._times.pop(worker, None)
 
 
 def step_time(times: list[float]) -> StepTime:
-    """The median of these steps, and its error."""
+    """Return the median of *times*, in seconds, and its error if there are `LEAST_STEPS`."""
     seconds = median(times)
     if len(times) < LEAST_STEPS:
         return StepTime(seconds)
@@ -129,7 +145,7 @@ def step_time(times: list[float]) -> StepTime:
 
 
 def smoothed(before: StepTime | None, now: StepTime) -> StepTime:
-    """T = 0.3 T + 0.7 T_new; at first T_new."""
+    """Return the smoothed time T = 0.3 T + 0.7 T_new; without *before* it is *now*."""
     if before is None:
         return now
     seconds = (1 - NEW_WEIGHT) * before.seconds + NEW_WEIGHT * now.seconds
@@ -141,23 +157,28 @@ def smoothed(before: StepTime | None, now: StepTime) -> StepTime:
 # ---- groups from step times ----
 
 SIGNIFICANT_ERRORS = 4.0
-"""Times that differ by more standard errors are different. Chance alone gets there once in about
-16,000 pairs."""
+"""Times that differ by more standard errors count as different.
+
+By chance alone, one of about 16,000 pairs differs as much.
+"""
 
 MARGIN, DECISIONS = 0.15, 2
-"""A worker moves if it is nearer to another group by this margin, at so many decisions in a row."""
+"""A worker moves if it is nearer to another group by this margin, in this many decisions in a row."""
 
 
 def fewest_groups(
     seconds: Sequence[float], ratio: float, errors: Sequence[float] = ()
 ) -> int:
-    """The least number of groups whose members differ by at most *ratio*, as far as is known.
+    """Count the fewest groups whose members differ by at most *ratio*, or by measurement errors only.
 
     Args:
-        seconds: Step times, by worker.
-        ratio: No member of a group takes more than this times as long as another one.
-        errors: Standard errors of the logarithms of *seconds*; 0 by default. They are not well
-            known themselves, so half of each one's square is replaced by half of the mean square.
+        seconds: The step time of each worker.
+        ratio: No member of a group takes more than *ratio* times as long as another one.
+        errors: Standard errors of the logarithms of *seconds*; 0 by default. They are uncertain
+            themselves, so half of each square is replaced by half of the mean square.
+
+    Returns:
+        The number of groups.
     """
     errors = errors or (0.0,) * len(seconds)
     mean = math.fsum(error**2 for error in errors) / len(errors)
@@ -174,18 +195,18 @@ def fewest_groups(
 
 
 def partition(seconds: Sequence[float], groups: int) -> list[int]:
-    """The group of each worker: the partition whose largest ratio within a group is least.
+    """Divide workers into groups so that the largest ratio within a group is as small as possible.
 
     Args:
-        seconds: Step times, by worker.
-        groups: How many groups there are; at most as many as times.
+        seconds: The step time of each worker.
+        groups: Number of groups, at most the number of workers.
 
     Returns:
-        By worker, the number of its group, from the fastest one.
+        The group of each worker. Groups are numbered from the fastest on.
     """
     order = sorted(range(len(seconds)), key=lambda i: (seconds[i], i))
     times = [seconds[i] for i in order]
-    # The largest ratio is that of two times: the least with which few enough groups do.
+    # The largest ratio is that of two times. Find the smallest for which *groups* groups suffice.
     ratios = sorted({b / a for i, a in enumerate(times) for b in times[i:]})
     least = bisect_left(ratios, -groups, key=lambda ratio: -len(_runs(times, ratio)))
     runs = _runs(times, ratios[least])
@@ -201,12 +222,22 @@ def partition(seconds: Sequence[float], groups: int) -> list[int]:
 def group_by_speed(
     seconds: Sequence[float], ratio: float, most: int, errors: Sequence[float] = ()
 ) -> list[int]:
-    """As `partition`, of as few groups as `fewest_groups` finds, and of *most* at most."""
+    """Divide workers by `partition` into `fewest_groups` groups, or into *most* if these are fewer.
+
+    Args:
+        seconds: The step time of each worker.
+        ratio: See `fewest_groups`.
+        most: The most groups.
+        errors: See `fewest_groups`.
+
+    Returns:
+        The group of each worker.
+    """
     return partition(seconds, min(fewest_groups(seconds, ratio, errors), most))
 
 
 def _runs(times: Sequence[float], ratio: float) -> list[tuple[int, int]]:
-    """The fewest runs of rising *times* within *ratio*, each as [start, stop)."""
+    """Return the fewest runs of rising *times* within *ratio*, each as [start, stop)."""
     starts = [0]
     for place, seconds in enumerate(times):
         if seconds / times[starts[-1]] > ratio:
@@ -217,7 +248,7 @@ def _runs(times: Sequence[float], ratio: float) -> list[tuple[int, int]]:
 def _split(
     times: Sequence[float], runs: list[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """One more run: the widest one is cut at its largest gap."""
+    """Cut the widest run at its largest gap, for one more run."""
     several = [run for run in runs if run[1] - run[0] > 1]
     start, stop = max(several, key=lambda run: times[run[1] - 1] / times[run[0]])
     cut = max(range(start + 1, stop), key=lambda i: times[i] / times[i - 1])
@@ -227,15 +258,15 @@ def _split(
 def speed_classes(
     of: Sequence[int], servers: int, seconds: Mapping[int, float]
 ) -> tuple[SpeedClass, ...]:
-    """The speed class of each group, by the mean step time of its members.
+    """Return the speed class of each group, by the mean step time of its members.
 
-    The group with the largest mean is the slowest, that with the least the fastest. All others
-    are in the middle; so are groups that do not differ, and groups without members.
+    The group with the largest mean is the slowest, and the one with the smallest mean the fastest.
+    Others are in the middle; so are groups with equal means, and groups without members.
 
     Args:
-        of: By worker, the number of its group.
-        servers: How many groups there are.
-        seconds: Step times, by worker.
+        of: The group of each worker.
+        servers: Number of groups.
+        seconds: The step time of each worker that was measured.
     """
     times: defaultdict[int, list[float]] = defaultdict(list)
     for worker, its in seconds.items():
@@ -252,14 +283,16 @@ def speed_classes(
 
 
 def keep_numbers(wanted: Mapping[int, int], of: Sequence[int]) -> dict[int, int]:
-    """Number groups so that as many workers as possible keep their number; found greedily.
+    """Renumber new groups so that many workers stay in a group of the same number.
+
+    The search is greedy: the largest overlaps of an old and a new group come first.
 
     Args:
-        wanted: By worker, the number of its new group.
-        of: By worker, the number of its group so far.
+        wanted: The new group of each worker, with any numbers.
+        of: The previous group of each worker.
 
     Returns:
-        By worker, another number of its new group. Groups that replace none take the least free
+        The new group of each worker. Groups that replace no previous one take the smallest free
         numbers.
     """
     pairs = Counter((of[worker], group) for worker, group in wanted.items())
@@ -277,16 +310,19 @@ def keep_numbers(wanted: Mapping[int, int], of: Sequence[int]) -> dict[int, int]
 
 
 class Hysteresis:
-    """Moves a worker when it was nearer to another group at several *decisions* in a row.
+    """Moves a worker that was nearer to another group in several decisions in a row.
 
-    A worker is nearer if the distance of its time to that group's mean is less than to its own
-    group's. Distances are of logarithms, and must differ by more than a *margin* (0.15: 15 %).
+    Distances are those of the logarithms of a worker's time and a group's mean time.
+
+    Args:
+        margin: The distances to both groups must differ by more than this (0.15: 15 %).
+        decisions: Number of decisions in a row.
     """
 
     def __init__(self, margin: float, decisions: int) -> None:
         self._margin, self._needed = math.log1p(margin), decisions
         self._leans: dict[int, tuple[int, int]] = {}
-        """By worker: the group that it is nearer to, and at how many decisions in a row."""
+        """For each worker, the group that it is nearer to, and in how many decisions in a row."""
 
     def decide(
         self,
@@ -294,12 +330,12 @@ class Hysteresis:
         wanted: Mapping[int, int],
         seconds: Mapping[int, float],
     ) -> list[int]:
-        """The groups from now on, by worker.
+        """Return the group of each worker from now on.
 
         Args:
-            of: The groups so far.
-            wanted: The best groups by now, with the numbers of `keep_numbers`.
-            seconds: Step times, by worker.
+            of: The previous group of each worker.
+            wanted: The best group of each active worker, with the numbers of `keep_numbers`.
+            seconds: The step time of each active worker.
         """
         logs = {worker: math.log(its) for worker, its in seconds.items()}
         now = _means(logs, {worker: of[worker] for worker in logs})
@@ -320,7 +356,7 @@ class Hysteresis:
 
 
 def _means(logs: Mapping[int, float], of: Mapping[int, int]) -> dict[int, float]:
-    """By group, the mean over its members."""
+    """Return the mean of each group over its members."""
     members: defaultdict[int, list[float]] = defaultdict(list)
     for worker, log in logs.items():
         members[of[worker]].append(log)
@@ -328,20 +364,32 @@ def _means(logs: Mapping[int, float], of: Mapping[int, int]) -> dict[int, float]
 
 
 class Merging:
-    """Makes one group of two that were alike at several *decisions* in a row.
+    """Merges two groups that were alike in several decisions in a row.
 
-    Two groups are alike if no member of both takes more than *ratio* times as long as another.
-    Their means also differ by at most half of that, in logarithms: so they do not part again soon.
+    Two groups are alike if both conditions hold:
+
+    - None of their members takes more than *ratio* times as long as another.
+    - The logarithms of their means differ by at most half of log(ratio). So they do not part soon.
+
+    Args:
+        ratio: The largest ratio of step times in a group.
+        decisions: Number of decisions in a row.
     """
 
     def __init__(self, ratio: float, decisions: int) -> None:
         self._ratio, self._needed = ratio, decisions
         self._alike: dict[tuple[int, int], int] = {}
-        """By pair, the faster group first: at how many decisions in a row they were alike."""
+        """For each pair, the faster group first: in how many decisions in a row it was alike."""
 
     def decide(self, of: Sequence[int], times: Mapping[int, StepTime]) -> list[int]:
-        """The groups from now on, by worker. At most two become one, with the number of the
-        larger."""
+        """Return the group of each worker from now on; at most two groups are merged.
+
+        A merged group has the number of the larger one.
+
+        Args:
+            of: The previous group of each worker.
+            times: The step time of each active worker.
+        """
         logs = {worker: math.log(its.seconds) for worker, its in times.items()}
         means = _means(logs, {worker: of[worker] for worker in logs})
         order = sorted(means, key=means.__getitem__)
@@ -365,16 +413,16 @@ class Merging:
 
 
 class Regrouping:
-    """How server 0 forms groups of workers that are about as fast.
+    """Forms groups of workers that are about as fast; server 0 uses it.
 
-    Its first decision forms them. Later decisions move workers and merge groups.
+    The first decision forms the groups. Later decisions move workers and merge groups.
 
     Args:
-        number: How many groups there are; 0: as few as *ratio* allows.
-        most: How many there are at most.
-        ratio: No member of a group takes more than this times as long as another one.
-        hysteresis: Moves workers; None: they stay.
-        merging: Merges groups; None: they stay.
+        number: Number of groups; 0: as few as *ratio* allows.
+        most: The most groups.
+        ratio: No member of a group takes more than *ratio* times as long as another one.
+        hysteresis: Moves workers between groups; None: workers stay.
+        merging: Merges groups; None: groups stay.
     """
 
     def __init__(
@@ -390,14 +438,19 @@ class Regrouping:
 
     @property
     def error(self) -> float:
-        """The first groups are formed as soon as step times have smaller errors.
+        """The error of step times below which the first groups are formed.
 
-        Then chance alone does not make two workers differ by the ratio.
+        Below it, equally fast workers do not differ by the ratio through chance alone.
         """
         return math.log(self._ratio) / SIGNIFICANT_ERRORS / math.sqrt(2)
 
     def decide(self, groups: Groups, times: Mapping[int, StepTime]) -> Sequence[int]:
-        """The groups from now on, by rank. *times* are those of the workers that train."""
+        """Return the group of each rank from now on.
+
+        Args:
+            groups: The previous groups.
+            times: The step time of each active worker.
+        """
         if groups.version and self._hysteresis is None:
             return groups.of
         workers = sorted(times)
@@ -421,7 +474,7 @@ def _apply_hysteresis(
     seconds: Mapping[int, float],
     hysteresis: Hysteresis | None,
 ) -> list[int]:
-    """The groups from now on, by rank: as *wanted* at first; then as *hysteresis* allows."""
+    """Return the group of each rank: *wanted* at the first decision, later what *hysteresis* allows."""
     if groups.version and hysteresis is not None:
         return hysteresis.decide(groups.of, wanted, seconds)
     return [wanted.get(worker, its) for worker, its in enumerate(groups.of)]
@@ -430,24 +483,31 @@ def _apply_hysteresis(
 # ---- decisions ----
 
 MOST_VERSIONS = 1 << 40
-"""A larger version of groups is a mistake."""
+"""The largest version of groups that a message may carry."""
 
 MOST_ERROR = 1e4
-"""A larger error of a step time is a mistake."""
+"""The largest error of a step time that a message may carry."""
 
 MOST_STEPS = float(1 << 40)
-"""So many steps of all workers are a mistake."""
+"""A message must carry fewer steps of all workers."""
+
+ONE_JOB = (
+    "Start all workers and servers of a job with one script and one version of paceline"
+)
+"""The remedy for messages that do not fit."""
 
 
 @dataclass
 class GroupKnowledge:
-    """What a server knows of groups and speeds. It outlives loads: a new discipline takes it over.
+    """Holds the groups and step times that a server knows.
 
-    Args:
-        groups: The groups.
+    It outlives a load of parameters: the new discipline takes it over.
+
+    Attributes:
+        groups: The current groups.
         number: The number of this server.
-        times: Step times, by worker.
-        measured_anew: The workers that were measured since the last decision.
+        times: The last step time of each measured worker.
+        measured_anew: Workers that were measured since the last decision.
         steps: Steps of all workers: gradients in the model, divided by the number of workers.
     """
 
@@ -458,30 +518,39 @@ class GroupKnowledge:
     steps: float = 0.0
 
     def adopt(self, groups: Groups) -> bool:
-        """Take over newer groups. Returns whether they are newer."""
+        """Take over *groups* if they are newer, and return whether they are."""
         newer = groups.version > self.groups.version
         if newer:
             self.groups = groups
         return newer
 
     def add_time(self, worker: int, time: StepTime) -> None:
-        """A worker was measured."""
+        """Store the step time of a worker that was measured."""
         self.times[worker] = time
         self.measured_anew.add(worker)
 
 
 class RegroupDecisions:
-    """The decisions of server 0: groups, and their speed classes. Without *regroup* groups stay."""
+    """Makes the decisions of server 0: groups, and their speed classes.
+
+    Args:
+        regroup: Forms the groups; None: groups stay.
+    """
 
     def __init__(self, regroup: Regrouping | None) -> None:
         self._regroup = regroup
 
     def needed_error(self, groups: Groups) -> float:
-        """`Regrouping.error` before the first decision; 0 where early times are not asked for."""
+        """Return `Regrouping.error` before the first decision; 0 if early times are not needed."""
         return 0.0 if self._regroup is None or groups.version else self._regroup.error
 
     def decide(self, known: GroupKnowledge, training: Collection[int]) -> bool:
-        """Decide, once all *training* workers were measured. Returns whether anything is new."""
+        """Decide once all *training* workers were measured, and return whether groups or classes changed.
+
+        Args:
+            known: Groups and step times; the decision is stored there.
+            training: The active workers.
+        """
         if not training or not known.measured_anew.issuperset(training):
             return False
         known.measured_anew.clear()
@@ -490,7 +559,7 @@ class RegroupDecisions:
         of = before.of
         if self._regroup is not None:
             of = tuple(self._regroup.decide(before, times))
-        # Workers that have left count, too: the class of the others stays.
+        # Workers that have left count too, so that the classes of the others stay.
         seconds = {worker: its.seconds for worker, its in known.times.items()}
         speeds = speed_classes(of, before.servers, seconds)
         if (of, speeds) == (before.of, before.speeds):
@@ -499,16 +568,16 @@ class RegroupDecisions:
         return True
 
 
-# ---- as bytes ----
+# ---- messages as bytes ----
 
 
 class GroupNotice(msgspec.Struct, frozen=True, array_like=True):
-    """The notice of a server to the other servers.
+    """The notice of a group server to the other group servers.
 
-    Args:
-        groups: The groups that it knows.
+    Attributes:
+        groups: The groups that the server knows.
         times: New step times, by worker.
-        at_barrier: On server 0: the workers at the barrier where all workers meet.
+        at_barrier: From server 0: the workers that wait at the barrier of all workers.
     """
 
     groups: Groups
@@ -517,12 +586,12 @@ class GroupNotice(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
-    """The report of a worker to its server.
+    """The report of a worker to its group server.
 
-    Args:
-        groups: The last groups that the worker has received, encoded. A server that was away may
-            not know them.
-        steps: Steps of all workers in its model.
+    Attributes:
+        groups: The encoded groups that the worker has received last. A restarted server may not know
+            them.
+        steps: Steps of all workers in the worker's model.
     """
 
     groups: bytes = b""
@@ -530,10 +599,10 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerNotice(msgspec.Struct, frozen=True, array_like=True):
-    """The notice of a server to its workers.
+    """The notice of a group server to its workers.
 
-    Args:
-        groups: The groups, encoded; empty while they are the first ones.
+    Attributes:
+        groups: The encoded groups; empty before the first decision.
         steps: Steps of all workers in the model (`GroupKnowledge.steps`).
     """
 
@@ -542,42 +611,75 @@ class WorkerNotice(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode(message: GroupNotice | WorkerReport | WorkerNotice | Groups) -> bytes:
-    """As bytes that the `read_` functions decode."""
+    """Encode a message as bytes, which the ``read_`` functions decode."""
     return msgspec.msgpack.encode(message)
 
 
 def read_group_notice(data: bytes, like: Groups) -> GroupNotice:
-    """A notice between servers. Raises `UsageError` where it does not fit groups *like* these."""
+    """Decode and check a notice between group servers.
+
+    Args:
+        data: The bytes.
+        like: Groups of the same number of workers and servers.
+
+    Raises:
+        UsageError: The bytes are no `GroupNotice`, or its numbers do not fit *like*.
+    """
     found: GroupNotice = _decoded(data, GroupNotice)
     _check(found.groups, like)
     if not all(0 <= worker < len(like.of) for worker in found.at_barrier):
-        raise UsageError(f"workers that there are not: {found.at_barrier}")
+        raise UsageError(
+            f"notice of a group server: workers {found.at_barrier} at a barrier, expected ranks below "
+            f"{len(like.of)}. {ONE_JOB}"
+        )
     for worker, its in found.times.items():
         if not (
             0 <= worker < len(like.of)
             and 0 < its.seconds < math.inf
             and 0 <= its.error <= MOST_ERROR
         ):
-            raise UsageError(f"step times of worker {worker} that make no sense: {its}")
+            raise UsageError(
+                f"notice of a group server: worker {worker} has {its}, expected a rank below "
+                f"{len(like.of)}, a finite time above 0 and an error from 0 to {MOST_ERROR:g}. {ONE_JOB}"
+            )
     return found
 
 
 def read_report(data: bytes) -> WorkerReport:
-    """The report of a worker. Raises `UsageError` for bytes that are none."""
+    """Decode and check the report of a worker.
+
+    Raises:
+        UsageError: The bytes are no `WorkerReport`, or its steps are out of range.
+    """
     found: WorkerReport = _decoded(data, WorkerReport)
     if not 0 <= found.steps < MOST_STEPS:
-        raise UsageError(f"steps of all that make no sense: {found}")
+        raise UsageError(
+            f"report of a worker: {found.steps:g} steps of all workers, expected 0 or more and less than "
+            f"{MOST_STEPS:g}. {ONE_JOB}"
+        )
     return found
 
 
 def read_worker_notice(data: bytes) -> WorkerNotice:
-    """A notice to workers. Raises `UsageError` for bytes that are none."""
+    """Decode the notice of a group server to its workers.
+
+    Raises:
+        UsageError: The bytes are no `WorkerNotice`.
+    """
     found: WorkerNotice = _decoded(data, WorkerNotice)
     return found
 
 
 def read_groups(data: bytes, like: Groups | None = None) -> Groups:
-    """Groups. Raises `UsageError` where they do not fit groups *like* these."""
+    """Decode groups, and check them.
+
+    Args:
+        data: The bytes.
+        like: Groups of the same number of workers and servers; None: any number.
+
+    Raises:
+        UsageError: The bytes are no `Groups`, or they do not fit *like*.
+    """
     found: Groups = _decoded(data, Groups)
     if like is not None:
         _check(found, like)
@@ -588,7 +690,9 @@ def _decoded(data: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(data, type=kind)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise UsageError(f"bytes that groups of workers do not say: {error}") from None
+        raise UsageError(
+            f"cannot read a message about groups: {error}. {ONE_JOB}"
+        ) from None
 
 
 def _check(groups: Groups, like: Groups) -> None:
@@ -600,5 +704,6 @@ def _check(groups: Groups, like: Groups) -> None:
         or len(groups.speeds) not in (0, like.servers)
     ):
         raise UsageError(
-            f"expected {like.servers} groups of {len(like.of)} workers, got {groups}"
+            f"groups of another job: expected {like.servers} groups of {len(like.of)} workers, got "
+            f"{groups}. {ONE_JOB}"
         )
