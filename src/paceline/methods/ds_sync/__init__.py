@@ -1,22 +1,27 @@
 """DS-Sync: divide-and-shuffle synchronization.
 
 Wang et al., "DS-Sync: Addressing Network Bottlenecks with Divide-and-Shuffle Synchronization
-for Distributed DNN Training" (arXiv 2007.03298, 2020 and 2022). Every worker steps by itself,
-and averages its parameters with a small group in each step. Groups are chosen so that most
-steps avoid the network's bottleneck (divide), and change from step to step in a period over which
-all workers reach each other (shuffle).
+for Distributed DNN Training" (arXiv 2007.03298, 2020 and 2022). In each step every worker takes an
+optimizer step of its own, then averages its parameters with a small group. Most groups avoid the
+network's bottleneck (divide). They change from step to step, so that all workers reach each other
+over a period of steps (shuffle).
 
-The first version (four workers, alternating pairs) is known from the authors' code; of the
-second one only the design could be read, and how groups are chosen is our reconstruction
-(`plan`, `divide`, `adjust`). Differs from the code in that buckets travel and not single tensors,
-one period goes on through epochs, and the end is a global average.
+The paper's first version (four workers, alternating pairs) is known from the authors' code. Of the
+second version only the design was available. How groups are chosen is a reconstruction (`plan`,
+`divide`, `adjust`). Differences from the authors' code:
+
+- Workers average buckets, not single tensors.
+- A period continues through epochs.
+- All workers average their models after the last step.
+
+The modules:
 
 - `options`: the hyperparameters.
-- `worker`: one worker, from step to step; start here.
-- `plan`: a plan as data: the groups of every step.
-- `divide`: the design of groups, for equal links and for uneven networks.
+- `worker`: the steps of one worker; start here.
+- `plan`: the groups of every step, as data.
+- `divide`: designs of groups, for equal links and for uneven networks.
 - `cost`: a plan's time on a cluster, and how fast its workers agree.
-- `adjust`: a new plan where workers leave, or from the measured times of groups.
+- `adjust`: new plans after workers leave, or from the measured times of groups.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ from paceline.methods.ds_sync.worker import DSSyncWorker
 
 @dataclass(frozen=True, kw_only=True)
 class DSSync(DSSyncOptions):
-    """Average parameters within small groups in each step, and other groups in the next one."""
+    """Averages parameters inside small groups, which change from step to step."""
 
     name: ClassVar[str] = "ds-sync"
     summary: ClassVar[MethodSummary] = MethodSummary(
@@ -71,7 +76,11 @@ class DSSync(DSSyncOptions):
     averages_buffers: ClassVar[bool] = True
 
     def compressed_by(self, compressor: str) -> DSSync:
-        """Refuse compression: raises `UsageError`."""
+        """Refuse compression.
+
+        Raises:
+            UsageError: Always.
+        """
         raise UsageError(
             f"compression {compressor!r} with method 'ds-sync': parameters are never compressed, only "
             "changes since a common model, and workers of a group have none. Leave "

@@ -1,18 +1,24 @@
-"""Adjust: a new plan where contention has moved, from the seconds that groups took.
+"""Adjusts the plan when contention on links changes, from the measured times of groups.
+
+- `CurrentPlan`: the plan in use, and its changes; start here.
+- `GroupTimes`: measures the groups' averages, and exchanges the times.
+- `decide`, `for_members`: the next plan, from times or for fewer workers.
 
 Theory of operation
 -------------------
-Every worker has the same times, as they were summed over all, and works out the same plan
-from them: nothing else is sent. A group's time says what each of its links carried at
-least, so a link is judged by the best that any of its groups got through it, against the
-best that they would get through a free one. A worker in a slow group is not slow: one of
-its other groups shows it.
+The times are summed over all workers. So all have the same times, and compute the same plan from
+them without further messages. A group's time gives a lower bound of the bandwidth of each of its
+links. A link is judged by the largest bandwidth that any of its groups had, relative to the largest
+that these groups would have on a free link. A slow group does not make all its workers count as slow,
+since each of them is in other groups too.
 
-What counts is how much slower a group is than others are: the cluster's rates need be right
-only in proportion. Contention is taken up from `ENTERS` on and dropped from `LEAVES` on,
-and taken anew only when it has changed by `CHANGES`, so that noise does not make plans flap.
-Where the plan in use asks little of an uplink, only this little has been learnt: an uplink whose
-contention is over may stay spared. Plans that tried it from time to time would flap.
+Only ratios between groups count, so the cluster's bandwidths need to be right only in proportion. A
+link becomes contended at `ENTERS`, and free again at `LEAVES`. In between, its contention is updated
+only if it has changed by `CHANGES`. So noise does not make plans oscillate.
+
+If the current plan sends little over an uplink, only that little is known of its bandwidth. So the
+plan may continue to avoid an uplink whose contention is over. Trying it now and then would make plans
+oscillate.
 """
 
 from __future__ import annotations
@@ -33,17 +39,17 @@ from paceline.methods.ds_sync.options import DSSyncOptions
 from paceline.methods.ds_sync.plan import NONE, Contention, Plan
 
 ENTERS = 0.6
-"""A link with this part left, or less, is contended."""
+"""A link becomes contended if this share of its bandwidth is left, or less."""
 LEAVES = 0.8
-"""A contended link with this part left, or more, is free again."""
+"""A contended link is free again if this share is left, or more."""
 CHANGES = 2.0
-"""A contended link has changed when it has this many times more left, or less."""
+"""The share of a contended link is updated if it changes by this factor, up or down."""
 LEAST = 1e-3
-"""A link has no less than this part left, whatever was measured."""
+"""The smallest share that a link counts as having left, whatever was measured."""
 Times = Sequence[Sequence[float]]
 """Seconds of each group of each phase, in the order of `Plan.phases`.
 
-0, or a number that is not finite, where none were measured.
+A group that was not measured has 0, or a number that is not finite.
 """
 
 
@@ -55,19 +61,22 @@ def decide(
     *,
     begins: int = 0,
 ) -> Plan | None:
-    """Return the next version of a plan, for the contention that times show; None for no change.
+    """Return the next plan, for the contention that measured times show.
 
-    Only ``auto`` and ``topology`` adjust: a design that was asked for by name stays.
+    Only ``auto`` and ``topology`` plans change. The design ``digits`` stays.
 
     Args:
-        plan: In force.
-        times: Seconds of each group, from when its last member arrived. The same on all workers.
-        cluster: The network; None where it is not known: all links then count as equal.
-        bytes: Averaged in each step by each worker.
+        plan: The current plan.
+        times: Seconds of each group since its last member arrived; the same on all workers.
+        cluster: The network. None if it is not known; then all links count as equal.
+        bytes: Bytes that each worker averages in each step.
         begins: The step of the new plan's first phase.
 
+    Returns:
+        The plan; None if nothing changes.
+
     Raises:
-        UsageError: For times of other phases and groups.
+        UsageError: The times are those of other phases and groups.
     """
     if plan.groups not in ("auto", "topology") or len(plan.members) < 2:
         return None
@@ -89,9 +98,19 @@ def for_members(
     *,
     begins: int = 0,
 ) -> Plan:
-    """Return the next version of a plan, for the workers that remain.
+    """Return the next plan, for the workers that remain.
 
-    It is made as *plan* was, with groups no larger than there are workers. Raises as `make_plan`.
+    It has the options of *plan*, but no group is larger than the number of workers.
+
+    Args:
+        plan: The current plan.
+        members: The workers that remain.
+        cluster: The network; None if it is not known.
+        bytes: Bytes that each worker averages in each step.
+        begins: The step of the new plan's first phase.
+
+    Raises:
+        UsageError: See `make_plan`.
     """
     return _again(plan, members, cluster, bytes, begins, plan.contention)
 
@@ -121,14 +140,18 @@ def _again(
 
 
 def _even(members: Sequence[int]) -> Cluster:
-    """One rack of equal hosts."""
+    """Return a cluster of one rack with equal hosts, for a network that is not known."""
     return Cluster((Rack(workers=max(members) + 1, link=1e9, latency=0.0),))
 
 
 class _Group(NamedTuple):
-    """A group of a phase, and the bytes a second that each of its workers sends.
+    """A group of a phase, and the bandwidth of its workers.
 
-    *measured*: as it was; *free*: on a network without other traffic.
+    Attributes:
+        phase: Number of the phase.
+        workers: Its ranks.
+        measured: Bytes per second that each worker sent.
+        free: Bytes per second that each would send on a network without other traffic.
     """
 
     phase: int
@@ -138,7 +161,7 @@ class _Group(NamedTuple):
 
 
 def _groups(plan: Plan, times: Times, cluster: Cluster, payload: float) -> list[_Group]:
-    """The groups that were measured, and that send anything through a link."""
+    """Return the groups that were measured, except those that send nothing over a link."""
     found = []
     seconds = group_seconds(plan, cluster, payload)
     for phase, groups in enumerate(plan.phases):
@@ -147,17 +170,19 @@ def _groups(plan: Plan, times: Times, cluster: Cluster, payload: float) -> list[
             if 0 < took < math.inf and free > 0:
                 sent = ring_bytes(len(workers), payload)
                 found.append(_Group(phase, workers, sent / took, sent / free))
-    # The network may be faster or slower throughout than it is said to be. Contention only
-    # slows: the faster groups say what the network is.
+    # The whole network may be faster or slower than the cluster file says. Contention only slows groups
+    # down, so the faster groups show the network's own speed.
     slower = sorted(group.free / group.measured for group in found)
     scale = slower[len(slower) // 4] if slower else 1.0
     return [group._replace(measured=group.measured * scale) for group in found]
 
 
-@lru_cache(maxsize=4)  # workers of one process decide by the same numbers
+# Cached, since simulated workers of one process decide by the same numbers.
+@lru_cache(maxsize=4)
 def _contention(
     plan: Plan, times: tuple[tuple[float, ...], ...], cluster: Cluster, payload: float
 ) -> Contention:
+    """Return the contention that explains the times."""
     groups = _groups(plan, times, cluster, payload)
 
     def hosts_of(group: _Group) -> set[int]:
@@ -173,8 +198,8 @@ def _contention(
         if rack.uplink is not None
     }
     racks = _judged(groups, uplinks_of, dict(plan.contention.racks), capacities)
-    # A busy uplink explains why groups on it are slow, and a slow host why those with it are:
-    # they say nothing of the others in them.
+    # A contended uplink explains why groups over it are slow, and a slow host why its groups are. Such
+    # groups are no evidence against their other hosts.
     clear = [group for group in groups if racks.keys().isdisjoint(uplinks_of(group))]
     known = dict(plan.contention.hosts)
     hosts = {
@@ -198,10 +223,14 @@ def _judged(
     before: Mapping[int, float],
     capacities: Mapping[int, float],
 ) -> dict[int, float]:
-    """The share that is left of each contended link.
+    """Return the share that is left of each contended link.
 
-    It is a share of *capacities*; without one, of what groups would send through a free link.
-    *links_of*: the links of a group. *before*: the contention known so far.
+    Args:
+        groups: The measured groups.
+        links_of: Returns the links of a group.
+        before: The shares of the contended links so far.
+        capacities: Bandwidth of links in bytes per second. For a link without one, the share is relative
+            to the bandwidth that its groups would have on a free link.
     """
     through: dict[int, list[_Group]] = {}
     for group in groups:
@@ -216,15 +245,17 @@ def _judged(
         if was is None:
             if seen <= ENTERS * free:
                 left[link] = part
-        elif seen < LEAVES * free:  # so this is all that it has left
+        elif seen < LEAVES * free:
+            # Groups could have sent more, so this is all that the link has left.
             left[link] = was if 1 / CHANGES < part / was < CHANGES else part
-        elif part < LEAVES:  # it has this, and may have more: nothing asked for it
+        elif part < LEAVES:
+            # The link has at least this left. It may have more, which no group needed.
             left[link] = part if part >= CHANGES * was else was
     return left
 
 
 def _most(groups: Sequence[_Group], rate: Callable[[_Group], float]) -> float:
-    """The most that these groups send in one phase."""
+    """Return the largest sum of the groups' *rate* in one phase, in bytes per second."""
     of_phase: dict[int, float] = {}
     for group in groups:
         of_phase[group.phase] = of_phase.get(group.phase, 0.0) + rate(group)
@@ -236,34 +267,35 @@ def _check(plan: Plan, times: Times) -> None:
     if [len(row) for row in times] != shape:
         raise UsageError(
             f"times: expected seconds of each group of {len(shape)} phases, {shape} groups, "
-            f"got {[len(row) for row in times]}"
+            f"got {[len(row) for row in times]}. Pass the times of this plan"
         )
 
 
 NO_VERSION = -1
+"""The version of no plan."""
 
 
 class GroupTimes:
-    """The seconds that groups take, exchanged among all workers.
+    """Measures the seconds of groups' averages, and exchanges them among all workers.
 
-    Each worker times the averages of its own groups. Every so many steps all add up what they
-    measured, on a channel of its own, and use the sum one such interval later. So nobody waits for
-    it, and all decide by the same numbers in the same step.
+    Each worker times the averages of its own groups. At the end of an interval, an all-reduce on a
+    separate channel sums the times. Workers use the sums one interval later. So no worker waits for
+    them, and all decide by the same numbers in the same step.
     """
 
     def __init__(self, run: Run, every: int) -> None:
-        """Start timing. Collective.
+        """Start timing; all ranks must call this together.
 
         Args:
             run: The training.
-            every: Steps from one exchange to the next.
+            every: Steps of an interval, from one exchange to the next.
         """
         self._run, self._every = run, every
         self._channel = run.comm.channel("adjust")
         self._measured: list[tuple[int, list[Any]]] = []
-        """For each average: its phase, and the marks of its start and end."""
+        """For each average, its phase, and the marks of its start and end."""
         self._measured_version = NO_VERSION
-        """The version of the plan that they are of."""
+        """The version of the plan whose averages were measured."""
         self._sums = torch.zeros(0, dtype=torch.float64)
         """The seconds of all workers, once the exchange is complete."""
         self._sums_version = NO_VERSION
@@ -281,9 +313,16 @@ class GroupTimes:
         return lambda: marks.append(stopwatch.mark())
 
     def exchange(self, plan: Plan) -> Times | None:
-        """Return the times of *plan* that all workers have; None in steps without an exchange.
+        """Start exchanging this interval's times, and return those of the previous interval.
 
-        Collective, and waits for nobody.
+        All ranks must call this together. None waits for the exchange that it starts.
+
+        Args:
+            plan: The current plan.
+
+        Returns:
+            The times of *plan* that all workers have; None in steps without an exchange, and after a
+            change of plan.
         """
         if self._run.step % self._every or not self._run.step:
             return None
@@ -293,9 +332,9 @@ class GroupTimes:
         return times
 
     def _times(self, plan: Plan) -> Times:
-        """The least time of a group's workers: the last to arrive waits for the network alone.
+        """Return the smallest time of each group's workers; 0 if none of them measured it.
 
-        0 where nobody has measured.
+        The last worker to arrive waits only for the network, so its time is the smallest.
         """
         by_phase = self._sums.view(len(plan.phases), -1).tolist()
         return [
@@ -307,6 +346,7 @@ class GroupTimes:
         ]
 
     def _send(self, plan: Plan) -> None:
+        """Start summing this worker's times with those of the others."""
         run = self._run
         own = torch.zeros(len(plan.phases), run.comm.size, dtype=torch.float64)
         measured = self._measured if self._measured_version == plan.version else []
@@ -317,7 +357,7 @@ class GroupTimes:
                 if of == phase and len(marks) > 1
             )
             if times:
-                # In some steps it waits for slower workers, and not for the network.
+                # Take the lower quartile: in some steps the group waits for slower workers.
                 own[phase, run.comm.rank] = times[len(times) // 4]
         self._measured.clear()
         self._sums = own.view(-1).to(run.parameters[0].device)
@@ -331,12 +371,12 @@ class GroupTimes:
             self._pending = None
 
     def save(self) -> dict[str, Any]:
-        """Return the last exchange, as a checkpoint keeps it."""
+        """Return the state of the last exchange for a checkpoint."""
         self.wait()
         return {"sums": self._sums, "version": self._sums_version}
 
     def load(self, saved: dict[str, Any]) -> None:
-        """Go on from what `save` gave."""
+        """Load the state that `save` returned."""
         self.wait()
         self._measured.clear()
         self._sums = saved["sums"].to(self._sums.device)
@@ -344,11 +384,15 @@ class GroupTimes:
 
 
 _make_once, _describe_once = lru_cache(16)(make_plan), lru_cache(16)(describe)
-"""The simulated workers of a process share one plan."""
+"""Cached, so that the simulated workers of a process share one plan."""
 
 
 class CurrentPlan:
-    """The plan in force; all workers change it in the same step."""
+    """Holds the current plan, which all workers change in the same step.
+
+    Attributes:
+        plan: The current plan.
+    """
 
     def __init__(self, run: Run, options: DSSyncOptions) -> None:
         self._run, self._options = run, options
@@ -358,11 +402,11 @@ class CurrentPlan:
 
     @property
     def largest(self) -> int:
-        """The workers of the largest group."""
+        """Number of workers of the largest group."""
         return max(len(group) for groups in self.plan.phases for group in groups)
 
     def renew(self) -> bool:
-        """Make a plan of the active workers where they have changed; return whether it did."""
+        """Make a plan of the active workers if they have changed; return whether they have."""
         run, members = self._run, tuple(self._run.participants)
         if members == self.plan.members or not members:
             return False
@@ -373,7 +417,7 @@ class CurrentPlan:
         return True
 
     def adjust(self, times: Times) -> bool:
-        """Make a plan from measured times where contention has moved; return whether it did."""
+        """Make a plan from measured times if contention has changed; return whether it has."""
         run = self._run
         plan = decide(self.plan, times, run.cluster, self._bytes, begins=run.step)
         if plan is None:
@@ -389,7 +433,7 @@ class CurrentPlan:
         contention: Contention = NONE,
     ) -> Plan:
         options = self._options
-        # The active workers may be fewer than a group was asked to have.
+        # There may be fewer active workers than the requested size of a group.
         most = max(2, len(members)) if version else options.size
         return _make_once(
             members,
@@ -419,11 +463,11 @@ class CurrentPlan:
         return [options.groups, options.size, options.seed, options.cross_rack_every]
 
     def save(self) -> dict[str, Any]:
-        """Return the plan, and the options that it was made from, as a checkpoint keeps them."""
+        """Return the plan and its options for a checkpoint."""
         return {"requested": self._requested, "plan": self.plan.save()}
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the saved plan; with a new one where the options are others now."""
+        """Load the saved plan; make a new one if the options have changed."""
         self.plan = Plan.load(saved["plan"])
         if saved["requested"] != self._requested:
             plan = self.plan

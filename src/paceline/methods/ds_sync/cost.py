@@ -1,12 +1,16 @@
-"""Cost of a plan: the seconds of its averages on a cluster, and how fast its workers agree.
+"""Estimates the cost of a plan: the seconds of its averages, and how fast its workers agree.
 
-A group averages round a ring, in the order of its ranks: each of *g* workers sends
-2(g-1)/g of the bytes to the next. Groups that share a link share its bandwidth max-min fairly.
+- `group_seconds`, `step_seconds`, `steady_seconds`: times on a cluster.
+- `period_rate`, `rate_per_step`, `spread`: agreement of the workers.
+- `describe`: both in one sentence, for reports.
 
-A phase multiplies what the workers hold by a matrix W: blocks of 1/g, one per group. It is
-symmetric, doubly stochastic and a projection, whatever the groups' sizes. The mean over
-all workers is left as it is; what is left of their differences after a period is its product's
-second largest eigenvalue, and how far they stay apart while each step adds noise is `spread`.
+A group averages by a ring all-reduce in rank order: each of *g* workers sends 2(g-1)/g of the bytes
+to the next one. Groups that share a link share its bandwidth max-min fairly.
+
+A phase multiplies the workers' parameters by a matrix W, which has one block of 1/g for each group.
+It is symmetric, doubly stochastic and a projection, whatever the groups' sizes. It preserves the mean
+over all workers. After a period, the second largest eigenvalue of the product of its matrices remains
+of the workers' differences. `spread` tells how far workers stay apart if each step adds noise.
 """
 
 from __future__ import annotations
@@ -27,11 +31,11 @@ from paceline.errors import UsageError
 from paceline.methods.ds_sync.plan import Groups, Plan
 
 NEVER = 1 - 1e-9
-"""With this rate of a period, or more, workers never agree."""
+"""Workers never agree if the rate of a period is this or more."""
 EXACT = 1e-6
-"""What rounding leaves of an eigenvalue of zero."""
+"""A smaller eigenvalue is zero, apart from rounding."""
 MEASURED_STEPS = 16
-"""A steady state is measured over whole periods, and no fewer steps than these."""
+"""The steady state is simulated over whole periods, with at least this many steps."""
 
 
 def ring_bytes(workers: int, size: float) -> float:
@@ -47,12 +51,12 @@ def group_seconds(
     """Return the seconds of each group of each phase, if all groups of a phase begin together.
 
     Args:
-        plan: Of workers of the cluster.
+        plan: A plan of workers of the cluster.
         cluster: The network.
-        bytes: Averaged in each step by each worker.
+        bytes: Bytes that each worker averages in each step.
 
     Raises:
-        UsageError: For workers that the cluster does not have.
+        UsageError: The cluster does not have all workers.
     """
     check_members(plan.members, cluster)
     return tuple(_together(groups, cluster, bytes) for groups in plan.phases)
@@ -65,7 +69,7 @@ def step_seconds(
 ) -> tuple[float, ...]:
     """Return the seconds of each phase's slowest group, if all groups begin together.
 
-    Raises as `group_seconds` does.
+    Arguments and errors are those of `group_seconds`.
     """
     return tuple(max(seconds) for seconds in group_seconds(plan, cluster, bytes))
 
@@ -76,24 +80,29 @@ def steady_seconds(
     bytes: float,  # noqa: A002 - as in the interfaces
     compute: float = 0.0,
 ) -> float:
-    """Return the seconds of a step in steady state: computing and averaging.
+    """Return the mean seconds of a step in steady state: computation and average.
 
-    There is no barrier: a group begins when its members have arrived, so a slow group delays only
-    those who meet its members later. A step takes less than the phases' slowest groups do in the
-    mean. A worker does nothing else while it averages. Raises as `group_seconds` does.
+    There is no barrier over all workers. A group begins when its members have arrived, so a slow group
+    delays only workers that average with its members later. So a step takes less than the phases' slowest
+    groups on average. A worker does not compute while it averages.
 
     Args:
-        plan: Of workers of the cluster.
+        plan: A plan of workers of the cluster.
         cluster: The network, and the workers' speeds.
-        bytes: Averaged in each step by each worker.
-        compute: Seconds of computing of a worker of speed 1.
+        bytes: Bytes that each worker averages in each step.
+        compute: Seconds that a worker of speed 1 computes in a step.
+
+    Raises:
+        UsageError: The cluster does not have all workers.
     """
     check_members(plan.members, cluster)
     phases, speeds = plan.phases, cluster.speeds
     measured = len(phases) * math.ceil(MEASURED_STEPS / len(phases))
-    ends = [0.0] * (2 * measured)  # of each step, for the last of its workers
+    # When the last worker ends each step.
+    ends = [0.0] * (2 * measured)
     sharing, travelling = BandwidthSharing(cluster.capacities), dict[Flow, _Meeting]()
-    ordered = itertools.count()  # who came first goes first: the same on every worker
+    # Breaks ties by the order of arrival, so that every worker computes the same time.
+    ordered = itertools.count()
     coming = [(compute / speeds[w], next(ordered), w, 0) for w in plan.members]
     heapq.heapify(coming)
     there: Counter[_Meeting] = Counter()
@@ -116,7 +125,8 @@ def steady_seconds(
                 activity = _ring(meeting[1], cluster, bytes)
                 travelling[activity] = meeting
                 sharing.start(activity)
-        sharing.advance(now)  # what has just begun shares from now on
+        # Let the averages that have just begun share the links.
+        sharing.advance(now)
     return (ends[-1] - ends[measured - 1]) / measured
 
 
@@ -125,7 +135,7 @@ _Meeting = tuple[int, tuple[int, ...]]
 
 
 def _together(groups: Groups, cluster: Cluster, size: float) -> tuple[float, ...]:
-    """Seconds of groups that begin together."""
+    """Return the seconds of each group, if all begin together."""
     sharing, rings = BandwidthSharing(cluster.capacities), dict[Flow, tuple[int, ...]]()
     for group in groups:
         rings[_ring(group, cluster, size)] = group
@@ -147,7 +157,7 @@ def _ring(group: Sequence[int], cluster: Cluster, size: float) -> Flow:
 
 
 def _ring_latency(group: Sequence[int], cluster: Cluster) -> float:
-    """2(g-1) messages come one after another, each as late as the longest way makes it."""
+    """Return the latency of a ring: 2(g-1) messages in sequence, each over the longest path."""
     longest = max(cluster.latency(*pair) for pair in _hops(group))
     return 2 * (len(group) - 1) * longest
 
@@ -157,7 +167,11 @@ def _hops(group: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def check_members(members: Sequence[int], cluster: Cluster) -> None:
-    """Raise `UsageError` for workers that the cluster does not have."""
+    """Check that the cluster has all of *members*.
+
+    Raises:
+        UsageError: It does not.
+    """
     beyond = [worker for worker in members if not 0 <= worker < cluster.workers]
     if beyond:
         raise UsageError(
@@ -185,10 +199,10 @@ def period_matrix(plan: Plan) -> NDArray[np.float64]:
 
 
 def period_rate(plan: Plan) -> float:
-    """Return the share of the workers' differences that a period leaves.
+    """Return the share of the workers' differences that remains after a period.
 
-    From 0, all agree exactly, to 1, some never do. It is the second largest absolute eigenvalue of
-    `period_matrix`.
+    It is the second largest absolute eigenvalue of `period_matrix`: 0 if all workers agree exactly, and 1
+    if some never do.
     """
     if len(plan.members) == 1:
         return 0.0
@@ -198,16 +212,19 @@ def period_rate(plan: Plan) -> float:
 
 
 def rate_per_step(plan: Plan) -> float:
-    """Return the share of the workers' differences that a step leaves, in the mean of a period."""
+    """Return the share of the workers' differences that remains after a step (geometric mean)."""
     return float(period_rate(plan) ** (1 / len(plan.phases)))
 
 
 def spread(plan: Plan) -> float:
-    """Return how far workers stay apart, in steps that each add noise of variance 1 to each worker.
+    """Return how far workers stay apart if each step adds noise of variance 1 to each worker.
 
-    It is the variance of a worker around the mean of all, right after averaging; infinite if they
-    never agree. An exact design of two steps has 1/g - 1/N. For any other one
-    V = W (V + I - J) W' is iterated from phase to phase until it repeats.
+    It is the variance of a worker around the mean of all, right after an average. An exact design of two
+    steps has 1/g - 1/N. For other designs V = W (V + I - J) W' is iterated over the phases until it
+    repeats.
+
+    Returns:
+        The variance; infinite if the workers never agree.
     """
     count = len(plan.members)
     if count == 1:
@@ -216,7 +233,7 @@ def spread(plan: Plan) -> float:
         return math.inf
     alone = np.eye(count) - 1 / count
     means = [matrix(groups, plan.members) for groups in plan.phases]
-    # What a period adds, and then what all periods before have left of theirs.
+    # The variance that one period adds, then the remainder of all periods before.
     variance = np.zeros((count, count))
     for mean in means:
         variance = mean @ (variance + alone) @ mean
@@ -237,9 +254,13 @@ def describe(
     bytes: float = 0,  # noqa: A002 - as in the interfaces
     compute: float = 0.0,
 ) -> str:
-    """Return one sentence: how fast the workers agree, and the time of a step on the cluster.
+    """Return a sentence that says how fast the workers agree, and the time of a step on the cluster.
 
-    *compute*: seconds that a worker of speed 1 computes between two averages.
+    Args:
+        plan: The plan.
+        cluster: The network; None leaves out the times.
+        bytes: Bytes that each worker averages in each step.
+        compute: Seconds that a worker of speed 1 computes between two averages.
     """
     count, sizes = len(plan.members), sorted({len(g) for p in plan.phases for g in p})
     if count == 1:

@@ -1,20 +1,23 @@
-"""Divide: the groups of every step, for equal links and for a cluster's uneven ones.
+"""Designs the groups of every step, for equal links and for uneven networks.
+
+- `make_plan`: the plan of a training; start here.
+- `digits`: groups for equal links; `divide`: groups for a cluster's racks and slow hosts.
 
 Theory of operation (Wang et al. 2022; its text is not public, so this is a reconstruction)
 -------------------------------------------------------------------------------------------
-A ring of g workers sends 2(g-1)/g of the bytes over its slowest link: a pair half of what a
-long ring does. So groups are large inside racks and pairs where a link is scarce.
+A ring of g workers sends 2(g-1)/g of the bytes over its slowest link. A pair sends half as much as a
+long ring. So groups are large inside racks, and pairs where a link is scarce.
 
-* Links that are nowhere scarce: `digits` in the racks, then across them. For R racks of R
-  workers and groups of R these are the rows and the columns of a grid.
-* Scarce uplinks: in each phase a few workers of each rack meet one of another rack each, and
-  the rest average inside their rack. Those who cross change from phase to phase, until each
-  has. So many cross as an uplink carries in the time of a mean inside the rack.
-* A host much slower than its rack's others is in a pair, with one of its best-connected
-  neighbours in turn: it delays one worker, not a ring.
-* Groups inside a rack are as large as fits into the time that the phase takes anyway.
+* No scarce links: `digits` inside the racks, then across them. For R racks of R workers and groups
+  of R, these are the rows and the columns of a grid.
+* Scarce uplinks: in each phase, a few workers of each rack form pairs with workers of another rack.
+  The rest average inside their rack. The pairs change from phase to phase until each worker has been
+  in one. Their number is what an uplink carries during an average inside the rack.
+* A host that is much slower than the others of its rack forms a pair with one of its best-connected
+  neighbours, in turn. So it delays one worker, not a ring.
+* Groups inside a rack are as large as the duration of the phase allows.
 
-There is no barrier between groups, so a crossing delays its rack only in the next phase.
+There is no barrier between groups, so a pair across racks delays its racks only in the next phase.
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ from paceline.methods.ds_sync.plan import (
 
 DESIGNS = ("auto", "digits", "topology")
 SLOW = 0.6
-"""A host is slow whose link, or whose speed, is at most this share of its rack's median."""
+"""A host is slow if its bandwidth or its speed is at most this share of its rack's median."""
 NEARLY = 1 + 1e-9
-"""Times that differ by rounding alone are the same."""
+"""Times that differ by at most this factor are equal, apart from rounding."""
 MANY = 100_000
 """More phases than any division needs."""
 MOST_SELDOM = 4
-"""The most that contention lengthens the time between two phases in which racks meet."""
+"""The largest factor by which contention lengthens the time between two averages across racks."""
 
 
 def make_plan(
@@ -65,25 +68,25 @@ def make_plan(
     begins: int = 0,
     contention: Contention = NONE,
 ) -> Plan:
-    """Return the plan of *members*: the same on every worker.
+    """Make the plan of *members*, which is the same on every worker.
 
     Args:
-        members: Ranks.
-        groups: ``digits`` (see `digits`), ``topology`` (see `divide`), or ``auto``: topology where
+        members: The workers' ranks.
+        groups: ``digits`` (see `digits`), ``topology`` (see `divide`), or ``auto``: topology if
             the cluster has several racks or a slow host, else digits.
-        size: Workers of a group. Where it does not divide them, groups are as equal as
-            possible, and an odd worker makes a group of three.
-        seed: Of the groups inside racks.
-        cluster: The network, where it is known.
-        bytes: Averaged in each step by each worker.
-        cross_rack_every: Racks meet in every so many phases: see `divide`.
-        version: Of the plan. The first one, 0, has all workers of the cluster.
+        size: Workers of a group. If it does not divide their number, groups are as equal as possible,
+            and an odd worker makes a group of three.
+        seed: Seed of the groups inside racks.
+        cluster: The network; None if it is not known.
+        bytes: Bytes that each worker averages in each step.
+        cross_rack_every: Phases from one average across racks to the next (see `divide`).
+        version: Number of the plan. Plan 0 has all workers of the cluster.
         begins: The step of its first phase.
-        contention: On the cluster's links.
+        contention: Contention on the cluster's links.
 
     Raises:
-        UsageError: For groups of one, for groups of more workers than there are, for a cluster of
-            other workers, and where some workers never reach others.
+        UsageError: A group would have one worker, or more workers than there are; the cluster has
+            other workers; or some workers never reach others.
     """
     if groups not in DESIGNS:
         raise UsageError(unknown("value for groups", groups, DESIGNS))
@@ -124,7 +127,8 @@ def make_plan(
     return plan
 
 
-@lru_cache(maxsize=16)  # workers of one process make the same plan
+# Cached, since simulated workers of one process make the same plan.
+@lru_cache(maxsize=16)
 def _for_network(
     members: tuple[int, ...],
     cluster: Cluster,
@@ -146,7 +150,7 @@ def _for_network(
 
 
 def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Cluster:
-    """Raises `UsageError` unless there is a cluster, and it is that of *members*."""
+    """Return *cluster*; raise `UsageError` if there is none, or if it has other workers."""
     if cluster is None:
         raise UsageError(
             "groups='topology' needs a description of the network, and there is none. Give a cluster "
@@ -161,18 +165,26 @@ def _known(cluster: Cluster | None, members: Sequence[int], version: int) -> Clu
 
 
 def digits(members: Sequence[int], size: int) -> tuple[Groups, ...]:
-    """Return groups of workers whose numbers differ in one digit, another digit in each phase.
+    """Group workers whose numbers differ in one digit only, in another digit in each phase.
 
-    Workers are numbered in base *size*. Where their count is a product of factors up to *size* (or
-    *size* + 1, where needed), the factors are the radices and the sizes of groups. All workers
-    then agree exactly after as many steps as there are digits: n = g^d takes d. Else groups
-    are as equal as possible, and workers agree nearly.
+    Workers are numbered in base *size*. If their number is a product of factors up to *size* (or *size* + 1,
+    if needed), these factors are the radices and the sizes of groups. Then all workers agree exactly after
+    one step for each digit: n = g^d workers take d steps. Otherwise groups are as equal as possible, and
+    workers agree approximately.
 
-    For 16 workers and a size of 4: the rows, then the columns of a 4x4 grid
-    (Wang et al. 2020 ran 16; the grouping is our generalisation).
+    For 16 workers and a size of 4 these are the rows, then the columns of a 4x4 grid. Wang et al. (2020)
+    ran 16 workers; this generalizes their groups.
+
+    Args:
+        members: The workers' ranks.
+        size: Workers of a group.
+
+    Returns:
+        The groups of each phase.
     """
     radices = _radices(len(members), size)
-    if not radices:  # a prime factor is too large
+    if not radices:
+        # A prime factor is too large.
         radices = [size] * max(1, _digits_of(len(members), size))
     strides = itertools.accumulate(radices[:-1], lambda a, b: a * b, initial=1)
     return tuple(
@@ -182,14 +194,14 @@ def digits(members: Sequence[int], size: int) -> tuple[Groups, ...]:
 
 
 def _digits_of(count: int, base: int) -> int:
-    """The digits that number *count* workers."""
+    """Return how many digits number *count* workers."""
     return next(d for d in itertools.count() if base**d >= count)
 
 
 def _radices(count: int, size: int) -> list[int]:
-    """Factors of *count* from 2 to *size*, the largest first; empty if there are none.
+    """Factorize *count* into factors from 2 to *size*, the largest first; empty if that is impossible.
 
-    *size* + 1 is one only where nothing else divides.
+    *size* + 1 is used only if no smaller factor divides.
     """
     found = []
     while count > 1:
@@ -212,7 +224,7 @@ def shuffled(workers: Sequence[int], key: str) -> list[int]:
 
 
 def _check_size(size: int, count: int) -> None:
-    """Raises `UsageError` for groups that *count* workers cannot form."""
+    """Raise `UsageError` if *count* workers cannot form groups of *size*."""
     if size < 2:
         raise UsageError(f"size: expected two or more workers in a group, got {size}")
     if count > 1 and size > count:
@@ -224,16 +236,16 @@ def _check_size(size: int, count: int) -> None:
 
 @dataclass(frozen=True)
 class Site:
-    """A rack, as groups are made for it.
+    """The workers of a rack, with the properties that determine its groups.
 
     Attributes:
         others: The workers that are not on slow hosts.
         slow: The workers of each slow host, the slowest host first.
-        best: Those of *others* with the best links.
-        link: Bytes per second of a host.
+        best: The workers among *others* with the fastest links.
+        link: Bytes per second of a host that is not slow.
         slow_link: Bytes per second of the slowest host.
-        uplink: Bytes per second of the rack.
-        latency: Seconds.
+        uplink: Bytes per second of the rack's uplink.
+        latency: Seconds of a message inside the rack.
     """
 
     others: tuple[int, ...]
@@ -246,15 +258,15 @@ class Site:
 
     @property
     def count(self) -> int:
-        """The number of its workers."""
+        """Number of workers of the rack."""
         return len(self.others) + sum(len(host) for host in self.slow)
 
     @property
     def crossings(self) -> int:
-        """The pairs that its uplink carries in the time of an average inside the rack, at least 1."""
+        """Pairs across racks that the uplink carries during an average inside the rack, at least 1."""
         if self.uplink == math.inf:
             return self.count
-        # B_x T_in / M: the bytes cancel
+        # It is B_x T_in / M, in which the bytes M cancel.
         fits = self.uplink * ring_bytes(self.count, 1.0) / self.link
         return max(1, math.floor(fits * NEARLY))
 
@@ -278,21 +290,21 @@ def divide(
     seed: int = 0,
     cross_rack_every: int = 1,
 ) -> tuple[Groups, ...]:
-    """Return the phases of *members* on *cluster*: see the theory of operation above.
+    """Return the groups of each phase on *cluster*, by the theory of operation above.
 
     Args:
-        members: Ranks.
+        members: The workers' ranks.
         cluster: The network.
-        bytes: Averaged in each step by each worker.
-        size: Workers of a group where links are not scarce. Where they are, the least in a group
-            inside a rack.
-        seed: Shuffles the groups of a rack.
-        cross_rack_every: Racks meet in every so many phases, racks of two workers in every second
-            one at least. More is faster where the uplink is the limit, and workers agree more
+        bytes: Bytes that each worker averages in each step.
+        size: Workers of a group if no link is scarce. Otherwise, the fewest workers of a group inside
+            a rack.
+        seed: Seed that shuffles the groups of a rack.
+        cross_rack_every: Phases from one average across racks to the next; racks of two workers take 2
+            or more. With more, steps are faster if uplinks are the bottleneck, but workers agree more
             slowly.
 
     Raises:
-        UsageError: For a worker that the cluster does not have.
+        UsageError: The cluster does not have all workers.
     """
     check_members(members, cluster)
     sites = list(sites_of(members, cluster).values())
@@ -327,7 +339,7 @@ def _site(cluster: Cluster, number: int, hosts: dict[int, list[int]]) -> Site:
     usual_link, usual_speed = median_high(link.values()), median_high(speed.values())
     pace = {h: min(link[h] / usual_link, speed[h] / usual_speed) for h in hosts}
     by_pace = sorted((h for h in hosts if pace[h] <= SLOW), key=lambda h: pace[h])
-    # One neighbour for each, and one that is left to average with the rest.
+    # Each slow host needs a neighbour, and one more host must average with the other racks.
     slow = by_pace[: max(0, (len(hosts) - 1) // 2)]
     others = [host for host in hosts if host not in slow]
     second = sorted((link[host] for host in others), reverse=True)[:2][-1]
@@ -344,9 +356,13 @@ def _site(cluster: Cluster, number: int, hosts: dict[int, list[int]]) -> Site:
 
 
 def grid(sites: Sequence[Site], size: int) -> tuple[Groups, ...]:
-    """Return `digits` inside the racks, and then across them, of workers with the same place.
+    """Return `digits` inside the racks, then across them among workers in the same place.
 
-    For racks of different sizes, `digits` over all workers.
+    If racks differ in size, return `digits` over all workers.
+
+    Args:
+        sites: The racks, none with slow hosts or a scarce uplink.
+        size: Workers of a group.
     """
     racks = [site.others for site in sites]
     if len({len(rack) for rack in racks}) > 1:
@@ -368,26 +384,29 @@ def grid(sites: Sequence[Site], size: int) -> tuple[Groups, ...]:
 
 
 class _Division:
-    """Phases for racks of which some have slow hosts, or scarce uplinks."""
+    """Makes the phases for racks with slow hosts or scarce uplinks."""
 
     def __init__(
         self, sites: Sequence[Site], payload: float, size: int, seed: int, every: int
     ) -> None:
         self.sites, self.seed = sites, seed
-        # Which racks meet: two at a time, so that an uplink carries one pair's bytes.
+        # The racks that average with each other: two at a time, so that an uplink carries one pair's bytes.
         self.meetings = digits(range(len(sites)), 2) if len(sites) > 1 else ()
-        # One worker cannot stay in its rack; of two, none can stay while the other crosses.
+        # A single worker cannot average in its rack. Of two, neither can while the other one crosses.
         fewest = min(site.count for site in sites)
         self.every = {1: 1, 2: max(2, every)}.get(fewest, every)
         self.group_sizes = [self._size_in(site, payload, size) for site in sites]
-        self.cycles = [0] * len(sites)  # how often all of a rack have crossed
-        self.queues = [list(site.others) for site in sites]  # who crosses next
-        # Who is with a slow host next: backwards, since who has just crossed comes late.
+        # How often all workers of a rack have crossed.
+        self.cycles = [0] * len(sites)
+        # The workers in the order in which they cross.
+        self.queues = [list(site.others) for site in sites]
+        # The workers in the order in which they join a slow host. Reversed: those that have just crossed
+        # come last.
         self.neighbours = [list(reversed(site.best)) for site in sites]
         self.due = {w for site in sites if site.slow for w in site.best}
 
     def _size_in(self, site: Site, payload: float, least: int) -> int:
-        """Workers in a group of that rack: as many as the phase has time for."""
+        """Return the workers of a group of that rack: as many as the duration of a phase allows."""
         seconds = [payload / site.slow_link] if site.slow else [0.0]
         if self.meetings:
             crossing = min(site.crossings, len(site.others))
@@ -395,13 +414,13 @@ class _Division:
         return site.largest_group(max(seconds), least, payload)
 
     def phases(self) -> tuple[Groups, ...]:
-        """Return phases until all workers have crossed and reach each other.
+        """Return the fewest phases in which all workers cross, and reach each other.
 
-        Each of the best-connected workers has then been with a slow host, too.
+        In them, each of the best-connected workers is also with a slow host once.
         """
         found: list[Groups] = []
         while not self._is_over(found):
-            assert len(found) < MANY, "the racks' workers do not come to meet"
+            assert len(found) < MANY, "some racks never average with each other"
             found.append(self._phase(len(found)))
         return tuple(found)
 
@@ -419,15 +438,15 @@ class _Division:
             self._beside_the_slow(number, groups) for number in range(len(self.sites))
         ]
         if not self.meetings:
-            self._have_crossed(
-                0, self.queues[0][:1]
-            )  # who is free is another each time
+            # There is nothing to cross. Move the queue on, so that another worker is free each time.
+            self._have_crossed(0, self.queues[0][:1])
         elif phase % self.every == 0:
             racks = self.meetings[phase // self.every % len(self.meetings)]
             for met in racks:
                 groups += self._cross(met, rest)
         for number, workers in enumerate(rest):
-            if len(workers) == 1:  # not alone: with a group of its rack
+            if len(workers) == 1:
+                # A single worker joins a group of its rack.
                 rack = set(self.sites[number].others)
                 next(g for g in groups if not rack.isdisjoint(g)).extend(workers)
             elif workers:
@@ -438,13 +457,14 @@ class _Division:
     def _beside_the_slow(self, number: int, groups: list[list[int]]) -> list[int]:
         """Add a group of each slow host and a neighbour to *groups*; return the other workers.
 
-        Those come first whose turn it is to cross.
+        The workers that cross next come first.
         """
         site, queue = self.sites[number], self.queues[number]
         neighbours = self.neighbours[number]
         left = queue + [worker for worker in site.others if worker not in queue]
         for host in site.slow:
-            free = left[1:]  # the first has to cross, or its turn might never come
+            # The first one has to cross. Otherwise its turn might never come.
+            free = left[1:]
             neighbour = next((w for w in neighbours if w in free), free[0])
             if neighbour in neighbours:
                 neighbours.remove(neighbour)
@@ -455,10 +475,11 @@ class _Division:
         return left
 
     def _cross(self, met: Sequence[int], rest: list[list[int]]) -> list[list[int]]:
-        """Groups of one worker of each of these racks, taken from the *rest*."""
+        """Return groups of one worker of each of these racks, taken from the *rest*."""
         count = min(min(self.sites[r].crossings, len(rest[r])) for r in met)
+        # Leave no single worker behind.
         while count > 1 and any(len(rest[r]) - count == 1 for r in met):
-            count -= 1  # or somebody would be left alone
+            count -= 1
         groups = [[rest[r][place] for r in met] for place in range(count)]
         for r in met:
             if len(rest[r]) - count == 1:
@@ -468,9 +489,10 @@ class _Division:
         return groups
 
     def _have_crossed(self, number: int, workers: Sequence[int]) -> None:
+        """Remove workers of a rack from its queue; refill it once all have crossed."""
         queue = [worker for worker in self.queues[number] if worker not in workers]
         if not queue:
-            # Another order each time: the same one could keep two halves apart for ever.
+            # Shuffle again: one fixed order could keep two halves apart for ever.
             self.cycles[number] += 1
             key = f"{self.seed} {self.cycles[number]} {number}"
             queue = shuffled(self.sites[number].others, key)
@@ -480,10 +502,9 @@ class _Division:
 def _cross_rack_every(
     asked: int, members: Sequence[int], cluster: Cluster, contention: Contention
 ) -> int:
-    """The phases from one meeting of racks to the next, under contention; *asked* without.
+    """Return the phases from one average across racks to the next; without contention it is *asked*.
 
-    Contention first lowers the number of groups that cross an uplink together, and then how
-    often any does.
+    Contention first reduces the number of pairs that cross an uplink together, then how often they do.
     """
     before = sites_of(members, cluster)
     now = sites_of(members, contention.on(cluster))

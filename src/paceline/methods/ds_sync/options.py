@@ -14,10 +14,10 @@ class DSSyncOptions:
 
     Attributes:
         groups: ``topology``: groups that avoid scarce uplinks and slow hosts. ``digits``: groups for equal
-            links. ``auto``: ``topology`` where the network is known and uneven, else ``digits``.
+            links. ``auto``: ``topology`` if the network is known and uneven, else ``digits``.
         size: Workers of a group.
         seed: Seed of the groups inside racks.
-        cross_rack_every: Under ``topology`` racks with scarce uplinks meet in every so many phases.
+        cross_rack_every: Under ``topology``, steps from one average across scarce uplinks to the next.
         overlap: Computation that hides the averages. ``none``: none. ``forward``: the next forward pass, with
             the same numbers. ``step``: the next step up to its update, whose gradients are then of parameters
             before the average.

@@ -1,9 +1,12 @@
-"""A plan as data: which workers average with whom in each step.
+"""Stores which workers average with each other in each step, as a plan of phases that repeat.
 
-Every worker computes the same plan from what all know (active workers, the network, a seed), so
-nothing is sent to agree on it. Steps count from the first of the training, and one period goes on
-through epochs: a count that restarts with each epoch would use one phase twice in a row wherever
-the period does not divide the epoch.
+- `Plan`: the groups of every step; `Contention`: the network that it was made for.
+- `check_partition`, `check_connected`: refuse groups that are not valid.
+- `cut`, `in_order`, `parts`: operations on groups.
+
+Every worker computes the same plan from the active workers, the network and a seed. So no messages
+are needed to agree on it. Steps count from the first one of the training, and a period continues
+through epochs. Otherwise a phase would come twice in a row if the period did not divide the epoch.
 """
 
 from __future__ import annotations
@@ -17,20 +20,22 @@ from paceline.cluster import Cluster, Rack
 from paceline.errors import UsageError
 
 Groups = tuple[tuple[int, ...], ...]
-"""One phase: the groups that average in a step. They partition the workers; each group is sorted,
-and groups are sorted by their first member."""
+"""One phase: the groups that average in a step.
+
+They partition the workers. Each group is sorted, and groups are sorted by their first member.
+"""
 
 
 def in_order(groups: Iterable[Iterable[int]]) -> Groups:
-    """Return the groups in the order that `Groups` promises."""
+    """Sort groups and their members as `Groups` requires."""
     return tuple(sorted(tuple(sorted(group)) for group in groups))
 
 
 def cut(workers: Sequence[int], size: int) -> list[Sequence[int]]:
     """Cut *workers* into consecutive groups of about *size*, as equal as possible.
 
-    A group has two workers at least: an odd worker makes a group of three. One worker alone is a
-    group.
+    A group has at least two workers, so an odd worker makes a group of three. Only a single worker
+    forms a group by itself.
     """
     count = max(1, min(-(-len(workers) // size), len(workers) // 2))
     least, larger = divmod(len(workers), count)
@@ -43,7 +48,16 @@ def cut(workers: Sequence[int], size: int) -> list[Sequence[int]]:
 
 
 def check_partition(groups: Groups, members: Sequence[int], where: str) -> None:
-    """Raise `UsageError` unless each of *members* is in one group, and none is alone."""
+    """Check that each worker is in one group, and that no group has one worker.
+
+    Args:
+        groups: The groups.
+        members: All workers. If there is only one, it may be alone.
+        where: Where the groups come from; the error begins with it.
+
+    Raises:
+        UsageError: The check fails.
+    """
     seen = sorted(worker for group in groups for worker in group)
     if seen != sorted(members):
         twice = sorted({worker for worker in seen if seen.count(worker) > 1})
@@ -60,7 +74,7 @@ def check_partition(groups: Groups, members: Sequence[int], where: str) -> None:
         ]
         raise UsageError(
             f"{where}: expected each of the {len(members)} workers in one group, got "
-            f"{'; '.join(wrong)}"
+            f"{'; '.join(wrong)}. List each worker once"
         )
     alone = [group[0] for group in groups if len(group) == 1]
     if alone and len(members) > 1:
@@ -71,7 +85,7 @@ def check_partition(groups: Groups, members: Sequence[int], where: str) -> None:
 
 
 def parts(phases: Iterable[Groups]) -> list[list[int]]:
-    """Return the sets of workers that reach each other over these phases, in one or more steps."""
+    """Return the sets of workers that exchange parameters over these phases, directly or indirectly."""
     leader: dict[int, int] = {}
 
     def find(worker: int) -> int:
@@ -91,16 +105,16 @@ def parts(phases: Iterable[Groups]) -> list[list[int]]:
 
 
 def _few(workers: Sequence[int]) -> str:
-    """The first few, for messages."""
+    """List the first five workers, for messages."""
     text = ", ".join(str(worker) for worker in workers[:5])
     return text if len(workers) <= 5 else f"{text} and {len(workers) - 5} more"
 
 
 @dataclass(frozen=True)
 class Contention:
-    """The share of links that other traffic leaves free, from 0 to 1.
+    """The share of each link that other traffic leaves free, from 0 to 1.
 
-    Links that are not listed are free. An uplink without a rate is never the limit.
+    Links that are not listed are entirely free. An uplink without a bandwidth is never the bottleneck.
 
     Attributes:
         hosts: Pairs (host, share) of hosts' links, sorted.
@@ -111,7 +125,7 @@ class Contention:
     racks: tuple[tuple[int, float], ...] = ()
 
     def on(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with the bandwidth that this contention leaves."""
+        """Return *cluster* with the bandwidth that this contention leaves."""
         if not self.hosts and not self.racks:
             return cluster
         of_hosts, of_racks = dict(self.hosts), dict(self.racks)
@@ -136,23 +150,23 @@ NONE = Contention()
 
 @dataclass(frozen=True)
 class Plan:
-    """Phases that repeat: the groups of every step.
+    """The groups of every step: phases that repeat.
 
-    `divide.make_plan` makes one; a later plan is made from its options.
+    `divide.make_plan` makes a plan. Later plans of a training are made with its options.
 
     Attributes:
         phases: The groups of each step of a period.
-        version: Counts the plans of a training, from 0.
+        version: Number of the plan in its training, from 0.
         begins: The step of the first phase, counted from the training's first step.
-        members: The workers; left out: those of the first phase.
-        groups: The design that was asked for, as `DSSyncOptions` have it.
-        size: Workers of a group, as asked for.
-        seed: Of the groups inside racks.
-        cross_rack_every: Racks meet in every so many phases.
+        members: The workers; by default those of the first phase.
+        groups: The requested design, as in `DSSyncOptions`.
+        size: The requested number of workers of a group.
+        seed: Seed of the groups inside racks.
+        cross_rack_every: Phases from one average across racks to the next.
         contention: The contention that the plan was made for.
 
     Raises:
-        UsageError: For a phase that does not partition *members*, or that has a group of one.
+        UsageError: A phase does not partition *members*, or a group has one worker.
     """
 
     phases: tuple[Groups, ...]
@@ -179,19 +193,23 @@ class Plan:
         return self.phases[(step - self.begins) % len(self.phases)]
 
     def mine(self, step: int, rank: int) -> tuple[int, ...]:
-        """Return the group of worker *rank* in *step*; *rank* is in it."""
+        """Return the group of worker *rank* in *step*, which includes *rank*.
+
+        Raises:
+            UsageError: The worker is not one of the plan's members.
+        """
         for group in self.groups_at(step):
             if rank in group:
                 return group
         raise UsageError(
-            f"worker {rank} is in no group: this plan (version {self.version}) is for "
-            f"{len(self.members)} others"
+            f"worker {rank} is in no group: plan {self.version} is for {len(self.members)} other workers. "
+            "Ask only for the groups of active workers"
         )
 
     # ---- restarts ----
 
     def save(self) -> dict[str, Any]:
-        """Return the plan as a checkpoint keeps it."""
+        """Return the plan's state for a checkpoint."""
         contention = self.contention
         return {
             "phases": [[list(group) for group in groups] for groups in self.phases],
@@ -210,7 +228,7 @@ class Plan:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> Self:
-        """Return the plan that `save` has kept."""
+        """Return the plan whose state `save` returned."""
         hosts, racks = saved["contention"]
         return cls(
             **{
@@ -227,7 +245,11 @@ def _tuples(rows: Iterable[Iterable[Any]]) -> tuple[tuple[Any, ...], ...]:
 
 
 def check_connected(plan: Plan) -> None:
-    """Raise `UsageError` unless all workers reach each other over a period."""
+    """Check that all workers exchange parameters, directly or indirectly, over a period.
+
+    Raises:
+        UsageError: Some workers never reach others, so their models would drift apart.
+    """
     apart = parts(plan.phases)
     if len(apart) > 1:
         named = " and ".join(

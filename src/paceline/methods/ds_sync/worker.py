@@ -1,13 +1,17 @@
-"""One worker under DS-Sync, from step to step.
+"""Runs one worker of DS-Sync: averages its parameters with a group after each step.
+
+- `DSSyncWorker`: the steps of a worker; start here.
+- `ParameterExchange`, `BufferExchange`: the averages of parameters and of BatchNorm statistics.
+- `SwaAverage`: an average of the weights over time (SWA).
 
 After the optimizer's step a worker copies its parameters and BatchNorm statistics into flat
-buffers, and averages them with its group of this step. The option `overlap` says when the means
-replace the model's tensors:
+buffers, and averages them with its group of this step. The option `overlap` determines when the
+means replace the model's tensors:
 
-- ``none``: at once; the step ends when the means have arrived;
-- ``forward``: each bucket's before a module uses its parameters: the same numbers;
-- ``step``: after the next backward pass, before its update. Gradients were then computed with
-  the worker's own parameters.
+- ``none``: at once; the step ends when the means have arrived.
+- ``forward``: before a module uses the parameters of a bucket. The numbers are those of ``none``.
+- ``step``: after the next backward pass, before its update. So gradients are those of the worker's
+  own parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from paceline.methods.model_averaging import FlatTensors, ModelAverager, widen_h
 
 
 class DSSyncWorker:
-    """One worker's hooks."""
+    """Runs the steps of one worker, in hooks that `DistributedOptimizer` calls."""
 
     def __init__(self, run: Run, options: DSSyncOptions) -> None:
         self.run, self._options = run, options
@@ -40,14 +44,14 @@ class DSSyncWorker:
             self._times = GroupTimes(run, options.adjust_every)
 
     def _make_exchanges(self) -> None:
-        """Make the messages to the group: for the present plan and buckets."""
+        """Create the exchanges for the current plan and buckets."""
         run, largest = self.run, self.current.largest
         run.set_period(len(self.current.plan.phases))
         self._parameters = [
             ParameterExchange(run, _flat(bucket.parameters, largest), bucket.names)
             for bucket in run.buckets
         ]
-        """By the index of their bucket."""
+        """One for each bucket, by its index."""
         model = ModelAverager([], run.own_buffers)
         self._buffers = [
             BufferExchange(
@@ -58,9 +62,9 @@ class DSSyncWorker:
 
     @property
     def _exchanges(self) -> list[ParameterExchange]:
-        """In the order of sending: what a forward pass needs first goes first.
+        """The exchanges in the order of sending: those that a forward pass needs first come first.
 
-        Buckets are in the order of the backward pass.
+        The buckets themselves are in the order of the backward pass.
         """
         return [*self._buffers, *reversed(self._parameters)]
 
@@ -83,7 +87,7 @@ class DSSyncWorker:
         self._apply()
 
     def _apply(self) -> None:
-        """Put all means into the model that are not there yet."""
+        """Write all means that are due into the model, and count the model in SWA if that is due."""
         for exchange in self._exchanges:
             exchange.apply()
         if self._swa_due:
@@ -99,7 +103,10 @@ class DSSyncWorker:
             self._apply()
 
     def _renew_plan(self) -> None:
-        """Nothing is under way here, and all workers are in the same step."""
+        """Take a new plan if workers or contention have changed.
+
+        This is safe only here: no average is under way, and all workers are in the same step.
+        """
         is_new = self.current.renew()
         if self._times is not None:
             times = self._times.exchange(self.current.plan)
@@ -110,7 +117,8 @@ class DSSyncWorker:
     def _send(self) -> None:
         run, plan = self.run, self.current.plan
         if run.comm.rank not in plan.members:
-            return  # all know that it is gone
+            # This worker is out of data, and the others' plan does not have it.
+            return
         members = plan.mine(run.step, run.comm.rank)
         if len(members) == 1:
             return
@@ -126,7 +134,7 @@ class DSSyncWorker:
         self._make_exchanges()
 
     def parameters_replaced(self) -> None:
-        """Drop means and the SWA average: they are of the model before."""
+        """Drop means and the SWA average: they belong to the previous model."""
         self._drop_exchanges()
         self._swa_due = False
         self._swa = SwaAverage()
@@ -155,7 +163,7 @@ class DSSyncWorker:
         self._finish_swa(int(counts.item()))
 
     def _finish_swa(self, total: int) -> None:
-        """The model becomes the mean of the *total* of weights that all workers have counted."""
+        """Set the model to the mean of the *total* models that all workers have counted in SWA."""
         run, swa = self.run, self._swa
         if not total:
             if self._options.swa_from >= 0:
@@ -230,7 +238,7 @@ class DSSyncWorker:
         self._swa_due = saved["swa_due"]
 
     def redistribute_state(self, parts: Iterable[Any]) -> dict[str, Any]:
-        """Return the SWA averages of all workers as one. The plan is made anew."""
+        """Combine the SWA averages of all workers; the new job makes a new plan."""
         return {
             "swa": combine_averages(part["swa"] for part in parts),
             "swa_due": False,
@@ -238,15 +246,17 @@ class DSSyncWorker:
 
 
 def _flat(parameters: Sequence[torch.Tensor], largest: int) -> FlatTensors:
-    """The mean of two numbers is rounded once in any type; that of more needs float32."""
+    """Return a flat buffer, in float32 if it is needed: only a mean of two is rounded once in any type."""
     dtype = parameters[0].dtype
     return FlatTensors(parameters, widen_half(dtype) if largest > 2 else None)
 
 
 class ParameterExchange:
-    """The mean of some parameters with a group, from sending them to applying the mean.
+    """Averages some parameters with a group: sends them, waits, and applies the mean.
 
-    It is *due* from when it is sent until the mean is applied, or dropped.
+    Attributes:
+        flat: The parameters, and the flat buffer that is averaged.
+        due: Whether a mean was sent for, and neither applied nor dropped yet.
     """
 
     def __init__(self, run: Run, flat: FlatTensors, names: Sequence[str]) -> None:
@@ -254,10 +264,10 @@ class ParameterExchange:
         self.due = False
         self._pending: Pending | None = None
         self._stamps: list[int] = []
-        """Of the tensors when they were sent; none where they were loaded."""
+        """Versions of the tensors when they were sent; empty after a load."""
 
     def send(self, group: Comm) -> None:
-        """Send the present tensors, to be averaged in *group*."""
+        """Start averaging the current tensors in *group*."""
         self._gather_in()
         self.due = True
         self.stamp()
@@ -269,25 +279,29 @@ class ParameterExchange:
             self._pending = self._pending.then(work)
 
     def wait(self) -> None:
-        """Return when the mean is in the buffer."""
+        """Wait until the mean is in the buffer."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
 
     def apply(self) -> None:
-        """Put the mean into the tensors, if one is due."""
+        """Write the mean into the tensors, if one is due.
+
+        Raises:
+            UsageError: The script has written to a tensor since it was sent.
+        """
         if self.due:
             self.wait()
             self.due = False
             self._scatter_out()
 
     def drop(self) -> None:
-        """Forget the mean: the tensors were replaced."""
+        """Discard the mean, since the tensors were replaced."""
         self.wait()
         self.due = False
 
     def stamp(self) -> None:
-        """Take the tensors' present versions for those that were sent."""
+        """Treat the current versions of the tensors as those that were sent."""
         self._stamps = stamps(self.flat.of)
 
     def _gather_in(self) -> None:
@@ -306,16 +320,16 @@ class ParameterExchange:
     # ---- restarts ----
 
     def _state(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that a due mean consists of, by name."""
+        """Return the tensors of a mean that is due, by name."""
         return dict(zip(self._names, self.flat.views, strict=True))
 
     def save(self) -> dict[str, torch.Tensor]:
-        """Return the mean that is due; nothing where none is."""
+        """Return the mean that is due, by name; empty if none is."""
         self.wait()
         return dict(self._state()) if self.due else {}
 
     def load(self, saved: Mapping[str, torch.Tensor]) -> None:
-        """Go on from what `save` of all exchanges gave together."""
+        """Load the mean from *saved*: the results of `save` of all exchanges together."""
         state = self._state()
         self._stamps = []
         self.due = all(name in saved for name in state)
@@ -325,9 +339,9 @@ class ParameterExchange:
 
 
 class BufferExchange(ParameterExchange):
-    """The mean of buffers, which a forward pass may change while the mean is under way.
+    """Averages buffers, which a forward pass may change while the average is under way.
 
-    Their changes since are added to the mean.
+    Changes since the buffers were sent are added to the mean.
     """
 
     def __init__(self, run: Run, flat: FlatTensors, names: Sequence[str]) -> None:
@@ -350,19 +364,22 @@ class BufferExchange(ParameterExchange):
 
 
 class SwaAverage:
-    """The running average of one worker's weights, by torch's arithmetic of SWA.
+    """Keeps the running average of one worker's weights, with torch's SWA arithmetic.
 
     Izmailov et al., "Averaging weights leads to wider optima and better generalization" (2018),
     section 3.2. Half-precision weights have averages in float32.
+
+    Attributes:
+        count: Number of models in the average.
+        averages: The average of each parameter; empty before the first model.
     """
 
     def __init__(self) -> None:
         self.count = 0
-        """The models in the average."""
         self.averages: list[torch.Tensor] = []
 
     def update(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Count the present weights."""
+        """Add the current weights to the average."""
         self.allocate(parameters)
         weights = [
             parameter.detach().to(average.dtype)
@@ -372,7 +389,7 @@ class SwaAverage:
         self.count += 1
 
     def allocate(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make the averages, zeros, if there are none yet."""
+        """Create the averages, as zeros, if there are none yet."""
         if not self.averages:
             self.averages = [
                 torch.zeros_like(parameter, dtype=widen_half(parameter.dtype)).detach()
@@ -382,11 +399,11 @@ class SwaAverage:
                 stand_for_the_same(average, parameter)
 
     def save(self) -> dict[str, Any]:
-        """Return the average, as a checkpoint keeps it."""
+        """Return the average's state for a checkpoint."""
         return {"count": self.count, "averages": list(self.averages)}
 
     def load(self, saved: dict[str, Any], parameters: Sequence[torch.Tensor]) -> None:
-        """Go on from what `save` gave."""
+        """Load the state that `save` returned."""
         self.count = saved["count"]
         self.averages = []
         if self.count:
@@ -396,10 +413,13 @@ class SwaAverage:
 
 
 def combine_averages(parts: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the average that each worker of a job of another size goes on with.
+    """Combine the SWA averages of all workers, for a job with another number of workers.
 
-    It is the mean of all models that the workers of *parts* have counted. Its count is the mean of
-    theirs.
+    Args:
+        parts: The state of each worker's `SwaAverage`.
+
+    Returns:
+        The state for every new worker: the mean of all models in *parts*, with the mean of their counts.
     """
     total, workers = 0, 0
     averages: list[torch.Tensor] = []
