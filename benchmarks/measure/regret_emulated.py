@@ -171,7 +171,7 @@ def past_its_warm_up(spec):
     method, settings = parse_method(spec)
     said = parse(spec)
     own = {k: v for k, v in said.values.items() if not k.startswith("compression")}
-    settled = getattr(method, "in_the_long_run", {}) | own
+    settled = getattr(method, "steady_state_keys", {}) | own
     keys = ",".join(f"{key}={value}" for key, value in settled.items())
     coded = {}
     if own != said.values:

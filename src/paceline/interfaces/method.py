@@ -238,7 +238,7 @@ class Method(Protocol):
     - ``summary``, a `MethodSummary`: its row in the table of methods; only listed methods need one.
     - ``consistency``: its `Consistency` with uncompressed gradients. Without a declaration it counts
       as asynchronous.
-    - ``in_the_long_run``: keys with which a short run has the speed of a long one's steady state, for
+    - ``steady_state_keys``: keys with which a short run has the steady-state step time of a long one, for
       example no warm-up. For `paceline plan`.
     - ``learns_for``: how many steps beyond bucket tuning it needs to reach its steady state.
 

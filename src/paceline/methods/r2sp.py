@@ -76,7 +76,7 @@ class R2SP(PushPull):
             ),
         ),
     )
-    in_the_long_run: ClassVar[Mapping[str, str]] = {"warmup_steps": "2"}
+    steady_state_keys: ClassVar[Mapping[str, str]] = {"warmup_steps": "2"}
 
     slack: float = 1.2
     warmup_steps: int = 10

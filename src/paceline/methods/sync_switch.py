@@ -73,7 +73,7 @@ class SyncSwitch(PushPull):
             "The authors' policies for stragglers in the first phase are not implemented.",
         ),
     )
-    in_the_long_run: ClassVar[Mapping[str, str]] = {"bsp_steps": "0"}
+    steady_state_keys: ClassVar[Mapping[str, str]] = {"bsp_steps": "0"}
 
     bsp_steps: int = 500
 

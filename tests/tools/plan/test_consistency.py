@@ -23,7 +23,7 @@ def test_only_what_codes_nothing_is_exact(name):
 @pytest.mark.parametrize("name", METHODS)
 def test_keys_of_a_long_run_are_the_methods_own(name):
     cls = METHODS[name]
-    cls(**convert_fields(cls, getattr(cls, "in_the_long_run", {})))
+    cls(**convert_fields(cls, getattr(cls, "steady_state_keys", {})))
 
 
 def test_of_two_promises_the_weaker_one_counts():

@@ -210,7 +210,7 @@ class GSSP(GroupMethod):
             "How groups are found is inferred. The published code takes ranks modulo 4.",
         ),
     )
-    in_the_long_run: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}
+    steady_state_keys: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}
 
     number_of_groups: int = 0
     most_groups: int = 4

@@ -76,7 +76,7 @@ class PostLocalSGD(LocalUpdates):
             ),
         ),
     )
-    in_the_long_run: ClassVar[Mapping[str, str]] = {"sync_each_step_until": "0"}
+    steady_state_keys: ClassVar[Mapping[str, str]] = {"sync_each_step_until": "0"}
 
     sync_every: int = 16
     sync_each_step_until: int = 1000

@@ -74,7 +74,7 @@ class OSP(OSPOptions):
         ),
     )
     consistency: ClassVar[Consistency] = "delayed"
-    in_the_long_run: ClassVar[Mapping[str, str]] = {"budget": "constant"}
+    steady_state_keys: ClassVar[Mapping[str, str]] = {"budget": "constant"}
     visible_gradient: ClassVar[GradientSeen] = "sent"
     coordinates: ClassVar[bool] = False
     forms: ClassVar[Sequence[Mapping[str, str]]] = ({"collective": "native"},)

@@ -9,7 +9,7 @@ decides how many steps suffice:
   the omitted steps take as long as those that run.
 - Workers of asynchronous methods drift apart until a bound stops them. The second half of a longer
   run counts. Rates are added up, as workers may do different numbers of steps.
-- Warm-ups are left out (`Method.in_the_long_run`, `Compressor.steady_state`). A note says for how many steps a
+- Warm-ups are left out (`Method.steady_state_keys`, `Compressor.steady_state`). A note says for how many steps a
   compressor sends more, and how much.
 
 A short run also merges the model's tensors (`merge_tensors`). It uses DDP's bucket rule in place of planned
@@ -245,17 +245,17 @@ def trace_step(job: TrainingJob, spec: str) -> tuple[Step | None, int]:
     return typical_step(spec, lambda: spans, records), events
 
 
-def _in_the_long_run(method: Method) -> Method:
-    """The method without its warm-up."""
+def _in_steady_state(method: Method) -> Method:
+    """Return the method with the keys of its steady state, so without its warm-up."""
     cls: Any = type(method)
-    later = getattr(cls, "in_the_long_run", {})
+    later = getattr(cls, "steady_state_keys", {})
     changed: Method = replace(method, **convert_fields(cls, later))  # type: ignore[type-var]
     return changed
 
 
 def _as_run(spec: str, short: bool, brief: bool) -> _Run:
     read, settings = parse_method(spec)
-    method = _in_the_long_run(read)
+    method = _in_steady_state(read)
     longer = max(0, _learns_for(read) - _learns_for(method))
     if short and settings.buckets in MEASURED:
         settings = replace(settings, buckets="ddp")
