@@ -221,7 +221,7 @@ def test_a_thread_starts_with_the_first_work_and_ends_with_close(runtime):
 
 def test_a_runner_that_nobody_closes_takes_its_thread_along():
     runner = ThreadRunner("forgotten")
-    told = runner.signal("told")
+    told = runner.completion_event("told")
     runner.put(None, lambda error: told.set())
     told.wait()
     (thread,) = threads("forgotten")

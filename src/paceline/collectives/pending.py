@@ -36,7 +36,13 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import UsageError
-from paceline.interfaces import Awaited, Pending, Runner, Runtime, Signal
+from paceline.interfaces import (
+    AwaitedOperation,
+    Pending,
+    Runner,
+    Runtime,
+    CompletionEvent,
+)
 from paceline.timeouts import timeouts
 
 Callback = Callable[[], Pending | None]
@@ -120,17 +126,19 @@ class ContinuationChain:
             )
         return self._others[step]
 
-    def append(self, awaited: Awaited | None, work: Callback) -> Continuation:
+    def append(self, awaited: AwaitedOperation | None, work: Callback) -> Continuation:
         """Run *work* when *awaited* has arrived, after all works appended before."""
         if self._runner is None:
             self._runner = self.runtime.runner(self.path, thread=self._thread)
         chained = Continuation(
-            self, work, self._runner.signal(f"what follows {self.path}")
+            self, work, self._runner.completion_event(f"what follows {self.path}")
         )
         self._runner.put(awaited, chained.run)
         return chained
 
-    def perform(self, work: Callback, error: BaseException | None) -> Awaited | None:
+    def perform(
+        self, work: Callback, error: BaseException | None
+    ) -> AwaitedOperation | None:
         """Run *work*, unless this result or an earlier one of the chain failed."""
         if self._broken is None:
             self._broken = error
@@ -160,12 +168,14 @@ class Continuation:
     """The `Pending` of a work: done when the work has run and the operation that it returned is
     complete."""
 
-    def __init__(self, chain: ContinuationChain, work: Callback, ran: Signal) -> None:
+    def __init__(
+        self, chain: ContinuationChain, work: Callback, ran: CompletionEvent
+    ) -> None:
         self._chain = chain
         self._work: Callback | None = work
         self._ran = ran
         self._issued_in = current()
-        self._next: Awaited | None = None
+        self._next: AwaitedOperation | None = None
         self._error: BaseException | None = None
         self._known_in = False
 
@@ -223,7 +233,7 @@ def check_issued_here(issued_in: ContinuationChain | None) -> None:
 class ImmediateContinuation:
     """The `Pending` of a work that runs at once: in a job of one worker, or on a CUDA stream."""
 
-    def __init__(self, awaited: Awaited | None, work: Callback) -> None:
+    def __init__(self, awaited: AwaitedOperation | None, work: Callback) -> None:
         self._next: Pending | None = None
         self._error: BaseException | None = None
         try:
@@ -256,10 +266,10 @@ class ImmediateContinuation:
         return ImmediateContinuation(self, work)
 
 
-def awaited(pending: Pending) -> Awaited:
+def awaited(pending: Pending) -> AwaitedOperation:
     """Return *pending* as a runner needs it. Raises `UsageError` unless it is one of paceline's
     own."""
-    if not isinstance(pending, Awaited):
+    if not isinstance(pending, AwaitedOperation):
         raise UsageError(
             "the function given to Pending.then returned a "
             f"{type(pending).__name__}: expected None or a Pending of a Comm"
@@ -268,7 +278,7 @@ def awaited(pending: Pending) -> Awaited:
 
 
 class _Flag:
-    """A `Signal` between threads."""
+    """A `CompletionEvent` between threads."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -283,7 +293,7 @@ class _Flag:
         raise NotImplementedError("only virtual time calls back")
 
 
-_Item = tuple[Awaited | None, Callable[[BaseException | None], None]]
+_Item = tuple[AwaitedOperation | None, Callable[[BaseException | None], None]]
 
 
 class ThreadRunner:
@@ -300,7 +310,9 @@ class ThreadRunner:
         weakref.finalize(self, self._queue.put, None)
 
     def put(
-        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+        self,
+        awaited: AwaitedOperation | None,
+        run: Callable[[BaseException | None], None],
     ) -> None:
         self._queue.put((awaited, run))
         if self._thread is None:
@@ -309,7 +321,7 @@ class ThreadRunner:
             )
             self._thread.start()
 
-    def signal(self, what: str) -> Signal:
+    def completion_event(self, what: str) -> CompletionEvent:
         return _Flag()
 
     def close(self) -> None:
@@ -350,11 +362,13 @@ class WaitingRunner:
         self._items: deque[_Item] = deque()
 
     def put(
-        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+        self,
+        awaited: AwaitedOperation | None,
+        run: Callable[[BaseException | None], None],
     ) -> None:
         self._items.append((awaited, run))
 
-    def signal(self, what: str) -> Signal:
+    def completion_event(self, what: str) -> CompletionEvent:
         return _Turn(self)
 
     def run_next(self) -> None:
@@ -374,7 +388,7 @@ class WaitingRunner:
 
 
 class _Turn:
-    """A `Signal` of a work of a `WaitingRunner`."""
+    """A `CompletionEvent` of a work of a `WaitingRunner`."""
 
     def __init__(self, runner: WaitingRunner) -> None:
         self._runner = runner
@@ -394,7 +408,7 @@ class _Turn:
 # ---- handles of operations ----
 
 
-class Issuing(Protocol):
+class IssuingCommunicator(Protocol):
     """The communicator that an operation was issued on."""
 
     @property
@@ -423,7 +437,7 @@ class WorkPending:
 
     def __init__(
         self,
-        comm: Issuing,
+        comm: IssuingCommunicator,
         issuer: ContinuationChain | None,
         work: Any,
         name: str,
@@ -486,7 +500,7 @@ class _Issued:
 class AllOf:
     """A `Pending` over several operations, all issued by the same chain."""
 
-    def __init__(self, comm: Issuing, pendings: Sequence[Pending]) -> None:
+    def __init__(self, comm: IssuingCommunicator, pendings: Sequence[Pending]) -> None:
         self._comm = comm
         self._issuer = current()
         self._pendings = pendings

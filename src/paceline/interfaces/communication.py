@@ -21,7 +21,7 @@ from paceline.interfaces.server_messages import ReplyMessage, Request
 
 __all__ = [
     "AllReduceAlgorithm",
-    "Awaited",
+    "AwaitedOperation",
     "CollectiveSummary",
     "Comm",
     "Endpoint",
@@ -31,7 +31,7 @@ __all__ = [
     "ReduceOperation",
     "ReduceScatter",
     "Runner",
-    "Signal",
+    "CompletionEvent",
     "WorkerGroup",
 ]
 
@@ -542,7 +542,7 @@ class Endpoint(Protocol):
         ...
 
 
-class Signal(Protocol):
+class CompletionEvent(Protocol):
     """An event that happens once: one thread sets it, others wait for it."""
 
     def set(self) -> None:
@@ -559,7 +559,7 @@ class Signal(Protocol):
 
 
 @runtime_checkable
-class Awaited(Protocol):
+class AwaitedOperation(Protocol):
     """An operation that a `Runner` waits for before it runs a callback."""
 
     def settle(self) -> None:
@@ -575,7 +575,9 @@ class Runner(Protocol):
     """Runs callbacks in the order of their submission, each once its operation's result has arrived."""
 
     def put(
-        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+        self,
+        awaited: AwaitedOperation | None,
+        run: Callable[[BaseException | None], None],
     ) -> None:
         """Run *run* after all earlier callbacks, once *awaited* has finished.
 
@@ -585,8 +587,8 @@ class Runner(Protocol):
         """
         ...
 
-    def signal(self, what: str) -> Signal:
-        """Make a signal that callbacks of this runner set.
+    def completion_event(self, what: str) -> CompletionEvent:
+        """Make an event that callbacks of this runner set.
 
         Args:
             what: The event's name, for errors.

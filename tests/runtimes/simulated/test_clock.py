@@ -11,7 +11,7 @@ from paceline.errors import DeadlockError, WorkerFailedError
 from paceline.runtimes.simulated.clock import (
     Abandoned,
     Completion,
-    EventSignal,
+    SimulatedCompletionEvent,
     VirtualClock,
     Worker,
 )
@@ -101,7 +101,7 @@ def test_a_signal_is_in_at_once_and_one_of_later_at_its_time() -> None:
 
     def body() -> None:
         for computed in (0.0, 1.5):
-            signal, seen = EventSignal(clock, "it"), list[float]()
+            signal, seen = SimulatedCompletionEvent(clock, "it"), list[float]()
             signal.when_in(lambda seen=seen: seen.append(clock.now))
             clock.current.time += computed
             signal.set()

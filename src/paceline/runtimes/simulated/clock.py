@@ -37,7 +37,7 @@ from paceline.cluster.cluster import Rule
 from paceline.cluster.links import Links
 from paceline.cluster.profiling.timers import waited_for_processor
 from paceline.errors import DeadlockError, UsageError, WorkerFailedError
-from paceline.interfaces import Awaited
+from paceline.interfaces import AwaitedOperation
 from paceline.records import Span
 from paceline.runtimes.real.exit import exit_now
 from paceline.runtimes.temporary_folder import LauncherInterrupted
@@ -357,7 +357,7 @@ class VirtualClock:
         return "\n".join(lines)
 
 
-_Item = tuple[Awaited | None, Callable[[BaseException | None], None], float]
+_Item = tuple[AwaitedOperation | None, Callable[[BaseException | None], None], float]
 
 
 class EventRunner:
@@ -375,14 +375,16 @@ class EventRunner:
         self._free_at = 0.0
 
     def put(
-        self, awaited: Awaited | None, run: Callable[[BaseException | None], None]
+        self,
+        awaited: AwaitedOperation | None,
+        run: Callable[[BaseException | None], None],
     ) -> None:
         self._items.append((awaited, run, self._clock.current.time))
         if len(self._items) == 1:
             self._expect_first()
 
-    def signal(self, what: str) -> EventSignal:
-        return EventSignal(self._clock, f"{what} on worker {self._rank}")
+    def completion_event(self, what: str) -> SimulatedCompletionEvent:
+        return SimulatedCompletionEvent(self._clock, f"{what} on worker {self._rank}")
 
     def close(self) -> None:
         while self._items:
@@ -419,8 +421,8 @@ class EventRunner:
             self._expect_first()
 
 
-class EventSignal:
-    """A `Signal` at the time of the worker that sends it."""
+class SimulatedCompletionEvent:
+    """A `CompletionEvent` that is set at the virtual time of the worker that sets it."""
 
     def __init__(self, clock: VirtualClock, what: str) -> None:
         self._clock = clock
