@@ -15,7 +15,7 @@ Continuations of *those* operations run on a chain of their own, the ``nested`` 
 of the Pending that ``then`` returned run on the ``next`` one. Paths name chains, and are equal on
 all ranks.
 
-The runtime decides where works run, with a `Runner`. It is a thread per chain (`ThreadRunner`), or
+The runtime decides where works run, with a `ContinuationRunner`. It is a thread per chain (`ThreadRunner`), or
 an event at a virtual instant. Where only the requesting thread can take results, works run in the
 thread that waits (`WaitingRunner`).
 
@@ -38,10 +38,10 @@ import torch
 from paceline.errors import UsageError
 from paceline.interfaces import (
     AwaitedOperation,
-    Pending,
-    Runner,
-    Runtime,
     CompletionEvent,
+    ContinuationRunner,
+    Pending,
+    Runtime,
 )
 from paceline.timeouts import timeouts
 
@@ -100,7 +100,7 @@ class ContinuationChain:
         self.steps = steps
         self._name = name
         self._thread = thread
-        self._runner: Runner | None = None
+        self._runner: ContinuationRunner | None = None
         self._others: dict[str, ContinuationChain] = {}
         self._broken: BaseException | None = None
 
@@ -297,7 +297,7 @@ _Item = tuple[AwaitedOperation | None, Callable[[BaseException | None], None]]
 
 
 class ThreadRunner:
-    """A `Runner` in a thread of its own, which starts with the first work.
+    """A `ContinuationRunner` in a thread of its own, which starts with the first work.
 
     The thread waits for results one after the other, until `close`. It is a daemon: a thread that
     waits for an operation without partners does not keep the process alive.
@@ -353,7 +353,7 @@ def _serve(queue: SimpleQueue[_Item | None]) -> None:
 
 
 class WaitingRunner:
-    """A `Runner` for results that only the requesting thread can take.
+    """A `ContinuationRunner` for results that only the requesting thread can take.
 
     A work runs when that thread waits for it; works before it run first.
     """

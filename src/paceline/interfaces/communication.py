@@ -4,7 +4,7 @@
 
 - the `WorkerGroup` that a `Comm` issues its operations on;
 - an `Endpoint` for each server, used by a training's `Remote` and by averages over servers;
-- a `Runner` for callbacks that follow an operation.
+- a `ContinuationRunner` for callbacks that follow an operation.
 
 An `AllReduceAlgorithm` says by which `Schedule` an average is formed.
 """
@@ -24,14 +24,14 @@ __all__ = [
     "AwaitedOperation",
     "CollectiveSummary",
     "Comm",
+    "CompletionEvent",
+    "ContinuationRunner",
     "Endpoint",
     "Needs",
     "Pending",
     "PendingReply",
     "ReduceOperation",
     "ReduceScatter",
-    "Runner",
-    "CompletionEvent",
     "WorkerGroup",
 ]
 
@@ -560,7 +560,7 @@ class CompletionEvent(Protocol):
 
 @runtime_checkable
 class AwaitedOperation(Protocol):
-    """An operation that a `Runner` waits for before it runs a callback."""
+    """An operation that a `ContinuationRunner` waits for before it runs a callback."""
 
     def settle(self) -> None:
         """Return when the result has arrived; raises the operation's error."""
@@ -571,7 +571,7 @@ class AwaitedOperation(Protocol):
         ...
 
 
-class Runner(Protocol):
+class ContinuationRunner(Protocol):
     """Runs callbacks in the order of their submission, each once its operation's result has arrived."""
 
     def put(

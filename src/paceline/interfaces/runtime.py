@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from paceline.cluster import Cluster, Workload
-from paceline.interfaces.communication import Endpoint, Runner, WorkerGroup
+from paceline.interfaces.communication import ContinuationRunner, Endpoint, WorkerGroup
 from paceline.interfaces.method import UpdatesOnServer
 from paceline.interfaces.server import Groups
 from paceline.interfaces.server_messages import Replies
@@ -354,7 +354,7 @@ class Runtime(Protocol):
         """
         ...
 
-    def runner(self, name: str, *, thread: bool) -> Runner:
+    def runner(self, name: str, *, thread: bool) -> ContinuationRunner:
         """Return a runner for a chain of callbacks (`Pending.then`).
 
         Args:

@@ -24,7 +24,13 @@ from paceline.collectives.pending import ThreadRunner, WaitingRunner
 from paceline.collectives.process_groups import default_store
 from paceline.collectives.torch_group import TorchGroup
 from paceline.errors import PeerLostError, UsageError
-from paceline.interfaces import Compute, Endpoint, Runner, ServiceJob, Stopwatch
+from paceline.interfaces import (
+    Compute,
+    ContinuationRunner,
+    Endpoint,
+    ServiceJob,
+    Stopwatch,
+)
 from paceline.interfaces.trainings import TrainingRegistry
 from paceline.records import StepRecorder
 from paceline.run_options import RunOptions
@@ -192,7 +198,7 @@ class RealRuntime:
     def workers(self, name: str) -> TorchGroup:
         return TorchGroup(name)
 
-    def runner(self, name: str, *, thread: bool) -> Runner:
+    def runner(self, name: str, *, thread: bool) -> ContinuationRunner:
         return ThreadRunner(f"paceline {name}") if thread else WaitingRunner()
 
     def compute(

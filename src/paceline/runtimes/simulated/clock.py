@@ -361,7 +361,7 @@ _Item = tuple[AwaitedOperation | None, Callable[[BaseException | None], None], f
 
 
 class EventRunner:
-    """A `Runner` of worker *rank*.
+    """A `ContinuationRunner` of worker *rank*.
 
     A continuation runs at the virtual instant at which its result arrives. It does not run before
     the instant at which it was put, nor while the continuation before it still computes. The time
