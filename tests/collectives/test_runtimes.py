@@ -145,17 +145,17 @@ class Result:
     """Something that a chain waits for; the test says when it is in."""
 
     def __init__(self, error: BaseException | None = None) -> None:
-        self.is_in = threading.Event()
+        self.has_arrived = threading.Event()
         self.is_awaited = threading.Event()
         self.error = error
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         self.is_awaited.set()
-        self.is_in.wait()
+        self.has_arrived.wait()
         if self.error is not None:
             raise self.error
 
-    def when_in(self, action):
+    def on_completion(self, action):
         raise AssertionError("this is no simulated runtime")
 
 
@@ -189,11 +189,11 @@ def test_works_run_in_the_order_of_issue_whatever_is_in_first(runtime):
         chain.append(result, lambda i=i: ran.append(i))
         for i, result in enumerate(results)
     ]
-    results[2].is_in.set()
-    results[1].is_in.set()
+    results[2].has_arrived.set()
+    results[1].has_arrived.set()
     results[0].is_awaited.wait()
     assert ran == []
-    results[0].is_in.set()
+    results[0].has_arrived.set()
     pendings[2].wait()
     assert ran == [0, 1, 2]
     chain.close()
@@ -242,7 +242,7 @@ def test_close_drops_what_has_not_run_and_says_so(runtime):
     closing.start()
     with pytest.raises(UsageError, match="was closed before"):
         second.wait()
-    under_way.is_in.set()  # the operation under way ends
+    under_way.has_arrived.set()  # the operation under way ends
     with pytest.raises(UsageError, match="was closed before"):
         first.wait()
     closing.join()
@@ -254,8 +254,8 @@ def test_what_a_transport_raises_reaches_wait_and_all_later_works(runtime):
     chain = ContinuationChain(runtime, "broken")
     lost = RuntimeError("Connection closed by peer")
     failing, later = Result(lost), Result()
-    failing.is_in.set()
-    later.is_in.set()
+    failing.has_arrived.set()
+    later.has_arrived.set()
     ran = []
     pendings = [
         chain.append(failing, lambda: ran.append(1)),
@@ -273,7 +273,7 @@ def test_where_only_the_caller_can_take_results_works_run_as_it_waits(runtime):
     chain = ContinuationChain(runtime, "caller", thread=False)
     results = [Result() for _ in range(3)]
     for result in results:
-        result.is_in.set()
+        result.has_arrived.set()
     ran = []
     pendings = [
         chain.append(result, lambda i=i: ran.append(i))

@@ -165,8 +165,7 @@ class ContinuationChain:
 
 
 class Continuation:
-    """The `Pending` of a work: done when the work has run and the operation that it returned is
-    complete."""
+    """The `Pending` of a continuation: complete when it has run, and the operation it returned is complete."""
 
     def __init__(
         self, chain: ContinuationChain, work: Callback, ran: CompletionEvent
@@ -177,7 +176,7 @@ class Continuation:
         self._issued_in = current()
         self._next: AwaitedOperation | None = None
         self._error: BaseException | None = None
-        self._known_in = False
+        self._has_result = False
 
     def run(self, error: BaseException | None) -> None:
         """Run the work; the chain's runner calls this once."""
@@ -190,30 +189,30 @@ class Continuation:
         self._ran.set()
 
     def wait(self) -> None:
-        if self._known_in:
+        if self._has_result:
             return
         check_may_wait()
         runtime = self._chain.runtime
         start = runtime.clock.now()
-        runtime.recorder.block("chained", self.settle)
+        runtime.recorder.block("chained", self.wait_for_result)
         runtime.recorder.waited("chained", start, runtime.clock.now())
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         self._ran.wait()
         if self._error is not None:
             raise self._error
         if self._next is not None:
-            self._next.settle()
-        self._known_in = True
+            self._next.wait_for_result()
+        self._has_result = True
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         def ran() -> None:
             if self._next is None:
                 action()
             else:
-                self._next.when_in(action)
+                self._next.on_completion(action)
 
-        self._ran.when_in(ran)
+        self._ran.on_completion(ran)
 
     def then(self, work: Callback) -> Pending:
         check_issued_here(self._issued_in)
@@ -231,14 +230,14 @@ def check_issued_here(issued_in: ContinuationChain | None) -> None:
 
 
 class ImmediateContinuation:
-    """The `Pending` of a work that runs at once: in a job of one worker, or on a CUDA stream."""
+    """The `Pending` of a continuation that runs at once: in a job of one worker, or on a CUDA stream."""
 
     def __init__(self, awaited: AwaitedOperation | None, work: Callback) -> None:
         self._next: Pending | None = None
         self._error: BaseException | None = None
         try:
             if awaited is not None:
-                awaited.settle()
+                awaited.wait_for_result()
             with _working(current()):
                 self._next = work()
         except BaseException as fault:
@@ -250,25 +249,24 @@ class ImmediateContinuation:
         if self._next is not None:
             self._next.wait()
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         if self._error is not None:
             raise self._error
         if self._next is not None:
-            awaited(self._next).settle()
+            awaited(self._next).wait_for_result()
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         if self._next is None:
             action()
         else:
-            awaited(self._next).when_in(action)
+            awaited(self._next).on_completion(action)
 
     def then(self, work: Callback) -> Pending:
         return ImmediateContinuation(self, work)
 
 
 def awaited(pending: Pending) -> AwaitedOperation:
-    """Return *pending* as a runner needs it. Raises `UsageError` unless it is one of paceline's
-    own."""
+    """Return *pending* as an `AwaitedOperation`; raise `UsageError` if paceline did not create it."""
     if not isinstance(pending, AwaitedOperation):
         raise UsageError(
             "the function given to Pending.then returned a "
@@ -289,7 +287,7 @@ class _Flag:
     def wait(self) -> None:
         self._event.wait()
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         raise NotImplementedError("only virtual time calls back")
 
 
@@ -297,10 +295,10 @@ _Item = tuple[AwaitedOperation | None, Callable[[BaseException | None], None]]
 
 
 class ThreadRunner:
-    """A `ContinuationRunner` in a thread of its own, which starts with the first work.
+    """A `ContinuationRunner` with its own thread, which starts with the first continuation.
 
-    The thread waits for results one after the other, until `close`. It is a daemon: a thread that
-    waits for an operation without partners does not keep the process alive.
+    The thread waits for results one after the other, until `close`. It is a daemon thread: a wait for
+    an operation without partners does not keep the process alive.
     """
 
     def __init__(self, name: str) -> None:
@@ -331,7 +329,8 @@ class ThreadRunner:
             while True:
                 item = self._queue.get_nowait()
                 if item is not None:
-                    item[1](None)  # the chain is closed: the work ends with an error
+                    # The chain is closed, so the continuation ends with an error.
+                    item[1](None)
         self._queue.put(None)
         thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -345,7 +344,7 @@ def _serve(queue: SimpleQueue[_Item | None]) -> None:
         error: BaseException | None = None
         try:
             if item[0] is not None:
-                item[0].settle()
+                item[0].wait_for_result()
         except BaseException as fault:
             error = fault
         item[1](error)
@@ -353,9 +352,9 @@ def _serve(queue: SimpleQueue[_Item | None]) -> None:
 
 
 class WaitingRunner:
-    """A `ContinuationRunner` for results that only the requesting thread can take.
+    """A `ContinuationRunner` for results that only the requesting thread can receive.
 
-    A work runs when that thread waits for it; works before it run first.
+    A continuation runs when that thread waits for it. Earlier continuations run first.
     """
 
     def __init__(self) -> None:
@@ -372,12 +371,12 @@ class WaitingRunner:
         return _Turn(self)
 
     def run_next(self) -> None:
-        """Run the first work of the queue."""
+        """Run the first continuation of the queue."""
         awaited, run = self._items.popleft()
         error: BaseException | None = None
         try:
             if awaited is not None:
-                awaited.settle()
+                awaited.wait_for_result()
         except BaseException as fault:
             error = fault
         run(error)
@@ -388,7 +387,7 @@ class WaitingRunner:
 
 
 class _Turn:
-    """A `CompletionEvent` of a work of a `WaitingRunner`."""
+    """The `CompletionEvent` of a continuation of a `WaitingRunner`."""
 
     def __init__(self, runner: WaitingRunner) -> None:
         self._runner = runner
@@ -401,7 +400,7 @@ class _Turn:
         while not self._happened:
             self._runner.run_next()
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         raise NotImplementedError("only virtual time calls back")
 
 
@@ -465,36 +464,35 @@ class WorkPending:
             return ImmediateContinuation(issued, work)
         return self._comm.chain_of(self._issuer).append(issued, work)
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         if self._work is not None:
-            _Issued(self, self._work).settle()
+            _Issued(self, self._work).wait_for_result()
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         if self._work is None:
             action()
         else:
-            self._work.when_in(action)
+            self._work.on_completion(action)
 
-    def is_in(self) -> None:
-        """Note that the result has arrived: later waits return at once."""
+    def note_result(self) -> None:
+        """Record that the result has arrived, so that later waits return at once."""
         self._work = None
 
 
 class _Issued:
-    """The handle that a chain waits for, while the training may wait for the same result in another
-    thread."""
+    """The handle that a chain waits for; the training may wait for the same result in another thread."""
 
     __slots__ = ("_pending", "_work")
 
     def __init__(self, pending: WorkPending, work: Any) -> None:
         self._pending, self._work = pending, work
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         self._work.wait()
-        self._pending.is_in()
+        self._pending.note_result()
 
-    def when_in(self, action: Callable[[], None]) -> None:
-        self._work.when_in(action)
+    def on_completion(self, action: Callable[[], None]) -> None:
+        self._work.on_completion(action)
 
 
 class AllOf:
@@ -512,30 +510,32 @@ class AllOf:
             pending.wait()
         self._pendings = ()
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         for pending in self._pendings:
-            awaited(pending).settle()
+            awaited(pending).wait_for_result()
         self._pendings = ()
 
     def then(self, work: Callback) -> Pending:
         check_issued_here(self._issuer)
         return self._comm.chain_of(self._issuer).append(self, work)
 
-    def when_in(self, action: Callable[[], None]) -> None:
-        call_when_all_in([awaited(pending) for pending in self._pendings], action)
+    def on_completion(self, action: Callable[[], None]) -> None:
+        call_when_all_complete([awaited(pending) for pending in self._pendings], action)
 
 
 class CallsBack(Protocol):
-    """An operation that calls back when it is complete."""
+    """An operation that calls a function when it is complete."""
 
-    def when_in(self, action: Callable[[], None]) -> None: ...
+    def on_completion(self, action: Callable[[], None]) -> None: ...
 
 
-def call_when_all_in(several: Sequence[CallsBack], action: Callable[[], None]) -> None:
+def call_when_all_complete(
+    several: Sequence[CallsBack], action: Callable[[], None]
+) -> None:
     """In simulated runtimes: call *action* at the instant when the last operation completes."""
     missing = len(several)
 
-    def one_is_in() -> None:
+    def one_is_complete() -> None:
         nonlocal missing
         missing -= 1
         if not missing:
@@ -544,7 +544,7 @@ def call_when_all_in(several: Sequence[CallsBack], action: Callable[[], None]) -
     if not several:
         action()
     for one in several:
-        one.when_in(one_is_in)
+        one.on_completion(one_is_complete)
 
 
 class Job:

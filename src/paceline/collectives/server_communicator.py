@@ -13,7 +13,7 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.pending import (
     Callback,
     ContinuationChain,
-    call_when_all_in,
+    call_when_all_complete,
     check_issued_here,
     check_may_wait,
     current,
@@ -142,9 +142,9 @@ class PendingReplies:
     def wait(self) -> None:
         if self._receptions:
             check_may_wait()
-            self.settle()
+            self.wait_for_result()
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         for pending_reply in self._receptions:
             pending_reply.wait()
         self._receptions = ()
@@ -153,8 +153,8 @@ class PendingReplies:
         check_issued_here(self._comm.issuer)
         return self._comm.chain.append(self, work)
 
-    def when_in(self, action: Callable[[], None]) -> None:
-        call_when_all_in(self._receptions, action)
+    def on_completion(self, action: Callable[[], None]) -> None:
+        call_when_all_complete(self._receptions, action)
 
 
 class NoCollectives:

@@ -317,7 +317,7 @@ class Comm(Protocol):
 class WorkerGroup(Protocol):
     """A runtime's group of workers, which a `Comm` is built on.
 
-    Operations return a handle with ``wait()``, in the simulated runtime also with ``when_in(action)``.
+    Operations return a handle with ``wait()``, in the simulated runtime also with ``on_completion(action)``.
     Buffers are contiguous tensors of real numbers. Operations are only called on groups of two or
     more workers. Collectives are issued in the same order on every rank.
     """
@@ -501,7 +501,7 @@ class PendingReply(Protocol):
         """
         ...
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         """Call *action* at the instant at which the reply arrives. Simulated runtimes only."""
         ...
 
@@ -553,7 +553,7 @@ class CompletionEvent(Protocol):
         """Return once the event is set."""
         ...
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         """Call *action* at the instant at which the event is set. Simulated runtimes only."""
         ...
 
@@ -562,11 +562,11 @@ class CompletionEvent(Protocol):
 class AwaitedOperation(Protocol):
     """An operation that a `ContinuationRunner` waits for before it runs a callback."""
 
-    def settle(self) -> None:
+    def wait_for_result(self) -> None:
         """Return when the result has arrived; raises the operation's error."""
         ...
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         """Call *action* at the instant at which the result arrives. Simulated runtimes only."""
         ...
 

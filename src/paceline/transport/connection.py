@@ -482,7 +482,7 @@ class PendingReply:
             raise kind(f"{self.channel.server.name}: {self.reply.reason}")
         return self.reply
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         raise NotImplementedError("only virtual time calls back")
 
     def take(self, reply: ReplyMessage) -> None:

@@ -102,7 +102,7 @@ def test_a_signal_is_in_at_once_and_one_of_later_at_its_time() -> None:
     def body() -> None:
         for computed in (0.0, 1.5):
             signal, seen = SimulatedCompletionEvent(clock, "it"), list[float]()
-            signal.when_in(lambda seen=seen: seen.append(clock.now))
+            signal.on_completion(lambda seen=seen: seen.append(clock.now))
             clock.current.time += computed
             signal.set()
             waited.append(list(seen))

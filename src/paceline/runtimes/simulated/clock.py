@@ -396,7 +396,7 @@ class EventRunner:
         if awaited is None:
             self._ready()
         else:
-            awaited.when_in(self._ready)
+            awaited.on_completion(self._ready)
 
     def _ready(self) -> None:
         if self._items:  # not closed
@@ -412,7 +412,7 @@ class EventRunner:
         with self._clock.as_worker(self._rank) as actor:
             try:
                 if awaited is not None:
-                    awaited.settle()
+                    awaited.wait_for_result()
             except BaseException as fault:
                 error = fault
             run(error)
@@ -438,7 +438,7 @@ class SimulatedCompletionEvent:
     def wait(self) -> None:
         self._clock.wait(self._completion)
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         self._clock.when(self._completion, action)
 
 

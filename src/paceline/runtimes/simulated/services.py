@@ -301,7 +301,7 @@ class SimulatedPendingReply:
         self._answer = message
         self._clock.complete(self._completion)
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         self._clock.when(self._completion, action)
 
     def wait(self) -> ReplyMessage:

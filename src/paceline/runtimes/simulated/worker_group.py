@@ -45,7 +45,7 @@ class SimulatedWork:
         """Return at the instant at which the result arrives."""
         self.clock.wait(self.completion)
 
-    def when_in(self, action: Callable[[], None]) -> None:
+    def on_completion(self, action: Callable[[], None]) -> None:
         """Call *action* at the instant at which the result arrives."""
         self.clock.when(self.completion, action)
 
