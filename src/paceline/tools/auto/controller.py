@@ -158,8 +158,8 @@ class Measurements(Protocol):
         ...
 
 
-class Agreement(Protocol):
-    """Messages among all ranks, posted after one step and read after a later one."""
+class RankMessages(Protocol):
+    """Exchanges messages among all ranks; they are posted after one step, and read after a later one."""
 
     @property
     def size(self) -> int:
@@ -209,11 +209,11 @@ class Controller:
     def __init__(
         self,
         measurements: Measurements,
-        agreement: Agreement,
+        messages: RankMessages,
         initial_spec: str,
         log: Log,
     ) -> None:
-        self._measurements, self._agreement = measurements, agreement
+        self._measurements, self._messages = measurements, messages
         self._log = log
         self.present = initial_spec
         self.steady = False
@@ -493,21 +493,21 @@ class Controller:
 
     def _mean_over_ranks(self, *values: float) -> Steps[list[float]]:
         """Means over ranks, available one step later."""
-        self._agreement.post(values)
+        self._messages.post(values)
         yield from self._wait_steps(1)
-        size = self._agreement.size
-        return [value / size for value in self._agreement.take()[: len(values)]]
+        size = self._messages.size
+        return [value / size for value in self._messages.take()[: len(values)]]
 
     def _broadcast(self, text: str) -> Steps[str]:
         """Rank 0's text, available one step later."""
-        self._agreement.post_text(text)
+        self._messages.post_text(text)
         yield from self._wait_steps(1)
-        return self._agreement.take_text()
+        return self._messages.take_text()
 
     def _barrier(self) -> None:
         """Wait for all ranks; if a worker is out of data, all learn it here."""
-        self._agreement.post(())
-        self._agreement.take()
+        self._messages.post(())
+        self._messages.take()
 
 
 def typical(times: Sequence[float], period: int) -> tuple[float, float]:

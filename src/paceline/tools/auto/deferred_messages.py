@@ -22,7 +22,7 @@ WORDS = 1024
 
 
 class DeferredMessages:
-    """One rank's `Agreement`, on a communicator of its own.
+    """One rank's `RankMessages`, on a communicator of its own.
 
     Sums are posted after one step and read after the next, when they have arrived.
     """

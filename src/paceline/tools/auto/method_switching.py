@@ -150,7 +150,7 @@ class MethodSwitcher:
         self._compression_states = CompressionStateCache()
         self._bucket_plans = BucketPlanCache()
         self._comm: Communicator | None = None
-        self._agreement: DeferredMessages | None = None
+        self._messages: DeferredMessages | None = None
         self._measurements: TrainingMeasurements | None = None
         self.controller = controller or self._auto_controller(config)
         self._decisions, self._reply = self.controller.run(), ""
@@ -165,7 +165,7 @@ class MethodSwitcher:
         self._comm = Communicator(runtime, f"auto {inputs.number}")
         comm = self._comm.channel("agreement")
         device = torch.device("cpu") if comm.moves_host_tensors else self._device
-        self._agreement = DeferredMessages(comm, device)
+        self._messages = DeferredMessages(comm, device)
         key = CacheKey(
             model=model_digest(
                 [name for name, _ in inputs.parameters],
@@ -181,7 +181,7 @@ class MethodSwitcher:
         self._measurements = TrainingMeasurements(
             inputs, config, self._settings, self._constraints, comm, device, log
         )
-        return Controller(self._measurements, self._agreement, FIRST, log)
+        return Controller(self._measurements, self._messages, FIRST, log)
 
     # ---- calls from the training ----
 
@@ -210,15 +210,15 @@ class MethodSwitcher:
         """This worker is out of data: take part in the others' next methods until all have finished."""
         well = False
         try:
-            if self._agreement is not None:
-                self._agreement.finish()
+            if self._messages is not None:
+                self._messages.finish()
             self._participate_until_all_finish()
             well = not self._active.broken_by
         finally:
             if self._measurements is not None:
                 self._measurements.close()
-            if well and self._agreement is not None and self._comm is not None:
-                self._agreement.close()
+            if well and self._messages is not None and self._comm is not None:
+                self._messages.close()
                 self._comm.close()
 
     def _participate_until_all_finish(self) -> None:
