@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from paceline.collectives.communicator import Communicator
 
 
-class InNetworkRow(Protocol):
-    """A collective algorithm: how a rank joins its sums, and what they send."""
+class InNetworkAlgorithm(Protocol):
+    """A collective algorithm: how a rank joins its sums, and the schedule of their messages."""
 
     def joining(self, comm: Communicator, job: JobConfig) -> Joining: ...
 
@@ -58,13 +58,17 @@ class InNetworkRow(Protocol):
 class AggregatorSums:
     """Sums by aggregators, with a queue for each communicator, issuing chain and operation.
 
-    *row*: the collective algorithm. *where*: the address of each rack's aggregator.
+    *algorithm*: the collective algorithm. *where*: the address of each rack's aggregator.
     """
 
     def __init__(
-        self, row: InNetworkRow, where: Mapping[int, Address], name: str, token: str
+        self,
+        algorithm: InNetworkAlgorithm,
+        where: Mapping[int, Address],
+        name: str,
+        token: str,
     ) -> None:
-        self._row, self._where = row, where
+        self._algorithm, self._where = algorithm, where
         self._name, self._token = name, token
         self._queues: dict[tuple[str, str, str], SumQueue] = {}
         self._losses = LossNotice()
@@ -83,7 +87,7 @@ class AggregatorSums:
         """Replace *values* by their sums or maxima over all ranks. Collective."""
         issuer = current()
         path = comm.chain.path if issuer is None else issuer.path
-        schedule = self._row.schedule(wire_bytes(values), comm.placement)
+        schedule = self._algorithm.schedule(wire_bytes(values), comm.placement)
         comm.count_sent(schedule.bytes_sent(comm.rank))
         job = self._queue(comm, path, operation).all_reduce(values, operation)
         return WorkPending(comm, issuer, job, "add_up")
@@ -113,14 +117,14 @@ class AggregatorSums:
             self._queues[key] = SumQueue(
                 comm,
                 f"{path}|{operation}",
-                self._row.joining(comm, job),
+                self._algorithm.joining(comm, job),
                 self._losses,
             )
         return self._queues[key]
 
 
 def sums_by_aggregators(
-    row: InNetworkRow,
+    algorithm: InNetworkAlgorithm,
     comm: Communicator,
     runtime: Runtime,
     environment: Mapping[str, str] = os.environ,
@@ -136,7 +140,7 @@ def sums_by_aggregators(
     name = torch.frombuffer(bytearray(secrets.token_bytes(16)), dtype=torch.uint8)
     comm.broadcast(name).wait()  # a name that no other job has
     job = bytes(name.numpy()).hex()
-    return AggregatorSums(row, found, job, token or job)
+    return AggregatorSums(algorithm, found, job, token or job)
 
 
 class _Met(msgspec.Struct):
