@@ -124,7 +124,9 @@ class Job:
     """A job that survives, whose only worker said goodbye in the middle of its training."""
 
     step = 0
-    attendance = SimpleNamespace(all_have_departed=True, all_have_ended_well=False)
+    service_sessions = SimpleNamespace(
+        all_have_departed=True, all_have_ended_well=False
+    )
     server = SimpleNamespace(missing=lambda: [0])
 
     def __init__(self, *_: object, snapshot: Path, **__: object) -> None:

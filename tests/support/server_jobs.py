@@ -134,7 +134,7 @@ class RunningHost:
         self.host = ServerHost(self.listener)
         words = Describe(kind="", services=["this one", *peers])
         self.hosted = self.host.add(service, until=until, description=words)
-        self.attendance = self.hosted.attendance
+        self.service_sessions = self.hosted.service_sessions
         self.port, self.refused = self.listener.port, self.listener.refused
         self.thread = None
 
@@ -150,7 +150,7 @@ class RunningHost:
 
     @property
     def present(self):
-        return self.attendance.workers_present
+        return self.service_sessions.workers_present
 
     def meet(self, sender, peers, incarnation=0):
         routes = {name: Route(ONLY_SERVICE, address) for name, address in peers.items()}

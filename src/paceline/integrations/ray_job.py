@@ -151,7 +151,7 @@ class Server:
                     silent.worker, silent.incarnation
                 )
             # The coordinator knows from the loops' results whether the workers have ended without an error.
-            self._over = job.attendance.all_have_departed
+            self._over = job.service_sessions.all_have_departed
             job.host.close()
         except BaseException:
             traceback.print_exc()

@@ -44,7 +44,7 @@ from paceline.transport import protocol
 from paceline.transport.poll_loop import PollLoop
 from paceline.transport.protocol import ProtocolError, ServiceKey
 from paceline.transport.security import ZAP_ADDRESS, Security, choose
-from paceline.transport.sessions import Attendance, Connection, Session, Sessions
+from paceline.transport.sessions import Connection, ServiceSessions, Session, Sessions
 
 log = logging.getLogger(__name__)
 
@@ -233,14 +233,14 @@ class ServerListener:
 
     # ---- services ----
 
-    def open(self, key: ServiceKey) -> Attendance:
-        """Admit workers to a service; return its `Attendance`."""
+    def open(self, key: ServiceKey) -> ServiceSessions:
+        """Admit workers to a service; return its `ServiceSessions`."""
         return self._sessions.open(key)
 
     @property
-    def attendances(self) -> Mapping[ServiceKey, Attendance]:
-        """The `Attendance` of each service that has not ended."""
-        return self._sessions.attendances
+    def sessions_by_service(self) -> Mapping[ServiceKey, ServiceSessions]:
+        """The `ServiceSessions` of each service that has not ended."""
+        return self._sessions.sessions_by_service
 
     def end(self, key: ServiceKey) -> None:
         """End a service, and send a farewell to workers that are still connected."""
@@ -307,7 +307,9 @@ class ServerListener:
     def _note_lost(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
             self._events.append(
-                WorkerLost(session.attendance.key, session.worker, session.incarnation)
+                WorkerLost(
+                    session.service_sessions.key, session.worker, session.incarnation
+                )
             )
 
     def _read_control(self, control: int) -> None:
@@ -395,7 +397,7 @@ class ServerListener:
         if isinstance(header.message, Join | Leave):
             session.takes_part = isinstance(header.message, Join)
         sender = Sender(session.worker, session.incarnation, connection.channel, number)
-        key = session.attendance.key
+        key = session.service_sessions.key
         self._events.append(RequestArrived(key, sender, header.message, payload))
 
     # ---- refusals ----

@@ -76,12 +76,12 @@ class Session:
 
     def __init__(
         self,
-        attendance: Attendance,
+        service_sessions: ServiceSessions,
         worker: int,
         incarnation: int,
         shared: ServerEnd,
     ) -> None:
-        self.attendance = attendance
+        self.service_sessions = service_sessions
         self.worker = worker
         self.incarnation = incarnation
         self.shared = shared
@@ -105,30 +105,37 @@ class Session:
     @property
     def is_present(self) -> bool:
         """Whether this is its worker's current session."""
-        return self.attendance.present.get(self.worker) is self
+        return self.service_sessions.present.get(self.worker) is self
 
 
-class Attendance:
-    """Which of a service's *workers* are present, were lost, or have said goodbye."""
+class ServiceSessions:
+    """The sessions of one service: tracks which of its workers are present, lost or departed.
+
+    Args:
+        key: The service.
+        workers: Number of workers of the job.
+
+    Attributes:
+        pending: For each worker, a session that has sent `Hello`, but has not shown its ticket yet.
+        present: For each worker, its current session; also those of other services, by their number.
+        newest: The latest incarnation of each worker.
+        next_training_begun: Whether a departed worker has come again in the same incarnation. Then its
+            script has begun another training.
+    """
 
     def __init__(self, key: ServiceKey, workers: int) -> None:
         self.key = key
         self._workers = workers
         self._made = time.monotonic()
         self.pending: dict[int, Session] = {}
-        """By worker: sessions that have said hello, and have not shown their ticket yet."""
         self.present: dict[int, Session] = {}
-        """By worker, or by the number of another service."""
         self.newest: dict[int, int] = {}
-        """The latest incarnation of each worker."""
         self._departed: set[int] = set()
         # These departed in the middle of their training.
         self._left_early: set[int] = set()
         self._some_are_lost = False
         self._last_goodbye = 0.0
         self.next_training_begun = False
-        """Whether a departed worker has come again in the same incarnation: its script has begun
-        another training."""
 
     @property
     def workers_present(self) -> int:
@@ -230,7 +237,7 @@ class Sessions:
         self._numbers = numbers
         self._token = token
         self._loop, self._listener = loop, listener
-        self.attendances: dict[ServiceKey, Attendance] = {}
+        self.sessions_by_service: dict[ServiceKey, ServiceSessions] = {}
         self._over: set[ServiceKey] = set()
         self._connections: dict[bytes, Connection] = {}
         self.memory = ServerMemory()
@@ -239,17 +246,22 @@ class Sessions:
         )
         self._owners: dict[socket.socket, Session] = {}
 
-    def open(self, key: ServiceKey) -> Attendance:
+    def open(self, key: ServiceKey) -> ServiceSessions:
         """Admit workers to a service."""
         self._over.discard(key)
-        attendance = self.attendances[key] = Attendance(key, self._workers)
-        return attendance
+        service_sessions = self.sessions_by_service[key] = ServiceSessions(
+            key, self._workers
+        )
+        return service_sessions
 
     def end(self, key: ServiceKey) -> None:
         """End a service: workers that are still connected, or connect later, get a farewell."""
-        attendance = self.attendances.pop(key)
+        service_sessions = self.sessions_by_service.pop(key)
         self._over.add(key)
-        for session in [*attendance.pending.values(), *attendance.present.values()]:
+        for session in [
+            *service_sessions.pending.values(),
+            *service_sessions.present.values(),
+        ]:
             self._forget(session)
 
     def close(self) -> None:
@@ -266,10 +278,10 @@ class Sessions:
 
         None if *sender* is lost or has left.
         """
-        attendance = self.attendances.get(key)
-        if attendance is None:
+        service_sessions = self.sessions_by_service.get(key)
+        if service_sessions is None:
             return None
-        session = attendance.present.get(sender.worker)
+        session = service_sessions.present.get(sender.worker)
         if session is None or session.incarnation != sender.incarnation:
             return None
         return session.connections.get(sender.channel)
@@ -303,12 +315,12 @@ class Sessions:
             raise ProtocolError("worker", reason)
         if hello.asks:
             return protocol.Welcome(workers=self._workers)
-        attendance = self._attendance_for(hello, welcomes_any)
+        service_sessions = self._sessions_for(hello, welcomes_any)
         if hello.channel:
-            session = self._check_channel(attendance, hello)
+            session = self._check_channel(service_sessions, hello)
             welcome = protocol.Welcome()
         else:
-            session = self._expect(attendance, hello)
+            session = self._expect(service_sessions, hello)
             port = self._listener.getsockname()[1]
             welcome = protocol.Welcome(
                 port,
@@ -321,46 +333,50 @@ class Sessions:
         self._connections[identity] = connection
         return welcome
 
-    def _attendance_for(self, hello: protocol.Hello, welcomes_any: bool) -> Attendance:
+    def _sessions_for(
+        self, hello: protocol.Hello, welcomes_any: bool
+    ) -> ServiceSessions:
         key = hello.service
-        attendance = self.attendances.get(key)
-        if attendance is not None:
-            return attendance
+        service_sessions = self.sessions_by_service.get(key)
+        if service_sessions is not None:
+            return service_sessions
         if key in self._over:
             reason = "the training is over here: its other workers are lost, or have said goodbye long ago"
             raise ProtocolError("training", reason)
-        if not welcomes_any or len(self.attendances) >= MOST_SERVICES_AT_ONCE:
+        if not welcomes_any or len(self.sessions_by_service) >= MOST_SERVICES_AT_ONCE:
             reason = (
-                f"this server has {len(self.attendances)} services, and not the one that worker "
+                f"this server has {len(self.sessions_by_service)} services, and not the one that worker "
                 f"{hello.worker} is for: give the same options on every worker"
             )
             raise ProtocolError("training", reason)
         return self.open(key)
 
-    def _expect(self, attendance: Attendance, hello: protocol.Hello) -> Session:
+    def _expect(
+        self, service_sessions: ServiceSessions, hello: protocol.Hello
+    ) -> Session:
         """Handle a worker's first connection: make a session with a ticket."""
-        newest = attendance.newest.get(hello.worker, -1)
+        newest = service_sessions.newest.get(hello.worker, -1)
         incarnation = hello.incarnation
         if incarnation is None:
-            self._check_free(attendance, hello.worker)
+            self._check_free(service_sessions, hello.worker)
             incarnation = newest + 1
         if incarnation <= newest:
-            if incarnation == newest and attendance.has_departed(hello.worker):
-                attendance.next_training_begun = True
+            if incarnation == newest and service_sessions.has_departed(hello.worker):
+                service_sessions.next_training_begun = True
             reason = (
                 f"incarnation {incarnation} of worker {hello.worker}, "
                 f"{protocol.HAS_BEEN_HERE} {newest}; come back with a larger one"
             )
             raise ProtocolError("incarnation", reason)
-        before = attendance.pending.get(hello.worker)
+        before = service_sessions.pending.get(hello.worker)
         if before is not None:
             self._forget(before)
         shared = self.memory.share(hello.memory)
-        session = Session(attendance, hello.worker, incarnation, shared)
-        attendance.pending[hello.worker] = session
+        session = Session(service_sessions, hello.worker, incarnation, shared)
+        service_sessions.pending[hello.worker] = session
         return session
 
-    def _check_free(self, attendance: Attendance, worker: int) -> None:
+    def _check_free(self, service_sessions: ServiceSessions, worker: int) -> None:
         """Raise `ProtocolError` unless a process without an incarnation number may be this worker."""
         if not self._numbers:
             reason = (
@@ -368,7 +384,7 @@ class Sessions:
                 "its first worker that dies: start the server with --survive, too"
             )
             raise ProtocolError("incarnation", reason)
-        here = attendance.present.get(worker)
+        here = service_sessions.present.get(worker)
         if here is None or here.evicted or here.liveness is None:
             return
         now, place = time.monotonic(), _place_of(here.liveness)
@@ -385,9 +401,11 @@ class Sessions:
         )
         raise ProtocolError("rank", reason)
 
-    def _check_channel(self, attendance: Attendance, hello: protocol.Hello) -> Session:
+    def _check_channel(
+        self, service_sessions: ServiceSessions, hello: protocol.Hello
+    ) -> Session:
         """Handle a further connection: return the session of its worker."""
-        session = attendance.present.get(hello.worker)
+        session = service_sessions.present.get(hello.worker)
         if session is None or session.incarnation != hello.incarnation:
             raise ProtocolError("incarnation", "a channel of a worker that is not here")
         if hello.channel in session.connections:
@@ -442,22 +460,22 @@ class Sessions:
         if session is not None:
             session.leaves_well |= line == b"bye"
             return []
-        for attendance in self.attendances.values():
-            for session in attendance.pending.values():
+        for service_sessions in self.sessions_by_service.values():
+            for session in service_sessions.pending.values():
                 if hmac.compare_digest(session.ticket.encode(), line):
                     return self._admit(peer, session)
         return []
 
     def _admit(self, peer: socket.socket, session: Session) -> list[Session]:
         """Accept a liveness connection's ticket: its worker is present from now on."""
-        attendance = session.attendance
-        del attendance.pending[session.worker]
-        before = attendance.present.get(session.worker)
+        service_sessions = session.service_sessions
+        del service_sessions.pending[session.worker]
+        before = service_sessions.present.get(session.worker)
         lost = [] if before is None else self.lose(before)
         session.liveness = peer
         self._idle_connections.know(peer)
         self._owners[peer] = session
-        attendance.came(session)
+        service_sessions.came(session)
         with contextlib.suppress(OSError):
             peer.send(b"\n")
         return lost
@@ -480,7 +498,7 @@ class Sessions:
         self._forget(session)
         if not here:
             return []
-        session.attendance.lost(session)
+        session.service_sessions.lost(session)
         return [session]
 
     def _depart(self, session: Session) -> list[Session]:
@@ -490,13 +508,16 @@ class Sessions:
         """
         here = session.is_present
         self._forget(session)
-        return [session] if here and session.attendance.departed(session) else []
+        return [session] if here and session.service_sessions.departed(session) else []
 
     def _forget(self, session: Session) -> None:
         for connection in session.connections.values():
             self._connections.pop(connection.identity, None)
         session.connections.clear()
-        for among in (session.attendance.pending, session.attendance.present):
+        for among in (
+            session.service_sessions.pending,
+            session.service_sessions.present,
+        ):
             if among.get(session.worker) is session:
                 del among[session.worker]
         session.shared.close()

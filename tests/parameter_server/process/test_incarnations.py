@@ -88,10 +88,10 @@ def test_who_was_evicted_makes_room():
         silent = connect(host, incarnation=None)
         waiting = silent.request(PullState(bucket=0))
         assert adder.silent.wait(SECONDS)
-        host.attendance.evict(0, 1)  # another life
+        host.service_sessions.evict(0, 1)  # another life
         with pytest.raises(UsageError, match="is here already"):
             connect(host, incarnation=None)
-        host.attendance.evict(0, 0)
+        host.service_sessions.evict(0, 0)
         connect(host, incarnation=None).close()
         with pytest.raises(PeerLostError):
             waiting.wait()
@@ -154,7 +154,7 @@ def test_a_training_whose_workers_are_gone_is_over_unless_they_may_come_back():
     other.close()
     host.thread.join(SECONDS)
     assert not host.thread.is_alive()
-    assert not host.attendance.all_have_departed
+    assert not host.service_sessions.all_have_departed
 
 
 def test_a_training_is_replaced_when_all_are_gone_and_one_of_them_begins_another():
@@ -188,8 +188,8 @@ def test_a_goodbye_in_the_middle_of_the_training_is_no_good_end():
     breaks_off(host)
     host.thread.join(SECONDS)
     assert not host.thread.is_alive()
-    assert host.attendance.all_have_departed
-    assert not host.attendance.all_have_ended_well
+    assert host.service_sessions.all_have_departed
+    assert not host.service_sessions.all_have_ended_well
 
 
 @pytest.mark.parametrize("comes_again", [False, True])
@@ -216,7 +216,7 @@ def test_who_broke_off_leaves_the_snapshot_until_it_has_ended_well(
     other.close()
     thread.join(SECONDS)
     job.host.close()
-    assert job.attendance.all_have_ended_well is comes_again
+    assert job.service_sessions.all_have_ended_well is comes_again
     assert path.exists() is not comes_again
 
 
@@ -230,7 +230,7 @@ def test_who_said_hello_and_never_came_is_not_waited_for_for_ever(monkeypatch):
         lost.part(well=False)  # without a goodbye
         host.thread.join(SECONDS)
     assert not host.thread.is_alive()
-    assert not host.attendance.all_have_ended_well
+    assert not host.service_sessions.all_have_ended_well
 
 
 def test_a_goodbye_before_the_others_came_holds_up_no_later_training(monkeypatch):
@@ -239,7 +239,7 @@ def test_a_goodbye_before_the_others_came_holds_up_no_later_training(monkeypatch
     connect(host).close()
     host.thread.join(SECONDS)
     assert not host.thread.is_alive()
-    assert not host.attendance.all_have_ended_well
+    assert not host.service_sessions.all_have_ended_well
 
 
 def test_a_deadline_that_never_comes_is_none():

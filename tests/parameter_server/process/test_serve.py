@@ -115,9 +115,11 @@ def test_the_first_of_several_signals_is_the_exit_status():
         assert os.read(stop, 1) == b""
         yield
 
-    attendance = SimpleNamespace(all_have_ended_well=False, all_have_departed=False)
+    service_sessions = SimpleNamespace(
+        all_have_ended_well=False, all_have_departed=False
+    )
     with pytest.raises(SystemExit) as end:
-        serve._survive_one(SimpleNamespace(run=run, attendance=attendance))
+        serve._survive_one(SimpleNamespace(run=run, service_sessions=service_sessions))
     assert end.value.code == 128 + signal.SIGTERM
 
 

@@ -40,7 +40,7 @@ from paceline.transport.listener import (
 )
 from paceline.transport.peers import PeerConnections, PeerEvent, Route
 from paceline.transport.protocol import ServiceKey
-from paceline.transport.sessions import Attendance
+from paceline.transport.sessions import ServiceSessions
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ News = control.WorkerEvicted | control.HoldsModel | control.TrainingOver | Servi
 
 
 class HostedService:
-    """One service of a process: its state machine, its workers' attendance and its peers.
+    """One service of a process: its state machine, its workers' sessions and its peers.
 
     *monitored* is None until a worker has described the service. *early* has requests that other
     services have sent before that.
@@ -74,11 +74,11 @@ class HostedService:
     def __init__(
         self,
         key: ServiceKey,
-        attendance: Attendance,
+        service_sessions: ServiceSessions,
         peers: PeerConnections,
         until: Until,
     ) -> None:
-        self.key, self.attendance, self.peers = key, attendance, peers
+        self.key, self.service_sessions, self.peers = key, service_sessions, peers
         self.until = until
         self.monitored: MonitoredService | None = None
         self.early: list[RequestArrived] = []
@@ -101,21 +101,28 @@ class HostedService:
         """Whether a worker has ended its training: the others are about to do so."""
         service = self.service
         is_over = service is not None and service.is_over()
-        return is_over or self.attendance.some_have_departed
+        return is_over or self.service_sessions.some_have_departed
 
     @property
     def is_over(self) -> bool:
         """Whether no worker needs the service any more."""
-        attendance = self.attendance
+        service_sessions = self.service_sessions
         if self.until == "replaced":
-            return attendance.all_have_departed and attendance.next_training_begun
+            return (
+                service_sessions.all_have_departed
+                and service_sessions.next_training_begun
+            )
         deserted = self.until == "deserted" and self.deserted_from <= time.monotonic()
-        return attendance.all_have_departed or deserted
+        return service_sessions.all_have_departed or deserted
 
     @property
     def deserted_from(self) -> float:
         """When the service ends because its workers have left; infinite: never."""
-        return self.attendance.deserted_from if self.until == "deserted" else math.inf
+        return (
+            self.service_sessions.deserted_from
+            if self.until == "deserted"
+            else math.inf
+        )
 
 
 class ServerHost:
@@ -211,10 +218,10 @@ class ServerHost:
         """Wait for events and handle them. Returns whether this process must end."""
         ends = False
         events = self.listener.poll(seconds)
-        for key, attendance in self.listener.attendances.items():
+        for key, service_sessions in self.listener.sessions_by_service.items():
             # A worker has opened it.
             if key not in self.services:
-                self._host(key, attendance, "deserted")
+                self._host(key, service_sessions, "deserted")
         for event in events:
             if isinstance(event, ControlEnded):
                 ends = True
@@ -231,13 +238,13 @@ class ServerHost:
 
     def _attend(self, hosted: HostedService) -> None:
         """Do all work of a service that is due without a worker's request."""
-        monitored, attendance = hosted.monitored, hosted.attendance
+        monitored, service_sessions = hosted.monitored, hosted.service_sessions
         if monitored is not None:
             now, deadline = time.monotonic(), monitored.next_deadline()
             if deadline is not None and now >= deadline:
                 self._send(hosted, monitored.on_timer(now))
             for worker, incarnation, _ in monitored.take_evicted():
-                attendance.evict(worker, incarnation)
+                service_sessions.evict(worker, incarnation)
                 self._news.append(
                     control.WorkerEvicted(worker=worker, incarnation=incarnation)
                 )
@@ -251,9 +258,9 @@ class ServerHost:
             hosted.holds_model = monitored.service.holds_model
             self._news.append(control.HoldsModel(holds=bool(hosted.holds_model)))
         if hosted.until == "replaced":
-            if attendance.all_have_departed and not hosted.over_is_told:
+            if service_sessions.all_have_departed and not hosted.over_is_told:
                 self._news.append(control.TrainingOver())
-            hosted.over_is_told = attendance.all_have_departed
+            hosted.over_is_told = service_sessions.all_have_departed
         if hosted.is_over:
             self._end(hosted.key)
 
@@ -270,12 +277,12 @@ class ServerHost:
     def _host(
         self,
         key: ServiceKey,
-        attendance: Attendance,
+        service_sessions: ServiceSessions,
         until: Until,
         peers: Iterable[str] = (),
     ) -> HostedService:
         connections = PeerConnections(self.listener.loop, peers)
-        hosted = HostedService(key, attendance, connections, until)
+        hosted = HostedService(key, service_sessions, connections, until)
         self.services[key] = hosted
         return hosted
 
@@ -287,9 +294,11 @@ class ServerHost:
 
     def _end(self, key: ServiceKey) -> None:
         hosted = self.services.pop(key)
-        hosted.peers.close(well=hosted.attendance.all_have_departed)
+        hosted.peers.close(well=hosted.service_sessions.all_have_departed)
         self.listener.end(key)
-        self._news.append(ServiceEnded(key, hosted.attendance.all_have_ended_well))
+        self._news.append(
+            ServiceEnded(key, hosted.service_sessions.all_have_ended_well)
+        )
 
     @contextlib.contextmanager
     def _faults_of(self, hosted: HostedService) -> Iterator[None]:

@@ -77,7 +77,7 @@ def figures_of(host: ServerHost, snapshot: Path | None = None) -> Figures:
     with contextlib.suppress(OSError):
         if snapshot is not None:
             age = time.time() - snapshot.stat().st_mtime
-    here = [one.attendance.workers_present for one in services]
+    here = [one.service_sessions.workers_present for one in services]
     return Figures(
         workers=listener.workers,
         connected=here[-1] if here else 0,

@@ -156,10 +156,10 @@ def _survive_one(job: SurvivingJob) -> bool:
     with _end_signals() as (stop, told):
         for _ in job.run(stop):
             pass
-    if job.attendance.all_have_ended_well:
+    if job.service_sessions.all_have_ended_well:
         log.info("the training is over")
         return True
-    if not job.attendance.all_have_departed:
+    if not job.service_sessions.all_have_departed:
         number = told[0] if told else signal.SIGTERM
         log.warning("%s: interrupted", signal.Signals(number).name)
         sys.exit(128 + number)

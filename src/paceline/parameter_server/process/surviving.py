@@ -120,7 +120,7 @@ class SurvivingJob:
         monitors.append(SilenceMonitor(evict_silent))
         monitors.append(MissingWorkerMonitor(self.server.missing))
         self.host = ServerHost(listener)
-        self.attendance = self.host.add(self.server, monitors).attendance
+        self.service_sessions = self.host.add(self.server, monitors).service_sessions
 
     def run(self, stop: int | None = None) -> Iterator[WorkerEvicted]:
         """Serve until all workers have said goodbye, or *stop*, a descriptor, is at its end.
@@ -135,7 +135,10 @@ class SurvivingJob:
             for news in self.host.serve(stop):
                 if isinstance(news, WorkerEvicted):
                     yield news
-            if self._snapshots is not None and not self.attendance.all_have_ended_well:
+            if (
+                self._snapshots is not None
+                and not self.service_sessions.all_have_ended_well
+            ):
                 self._snapshots.take_last()
             elif self._snapshots is not None:
                 # A running writer would create the file again.
