@@ -557,7 +557,7 @@ class AggregatorPort(Port):
     def _join(self, rank: int, terms: wire.Terms) -> socket.socket:
         one = wire.Registration((HOST, self.port), TOKEN, "the aggregator")
         try:
-            one.say_hello("worker", rank, f"rank {rank}", terms)
+            one.send_hello("worker", rank, f"rank {rank}", terms)
             peer = one.granted()[0].socket
         except BaseException:
             one.close()

@@ -93,16 +93,16 @@ def test_real_workers_are_told_in_words_and_soon(case):
 
 
 def connected(count, *, waits=True):
-    """Ranks that hear each other at once."""
+    """Ranks whose messages arrive at once."""
     ranks = [Places() for _ in range(count)]
     for rank, places in enumerate(ranks):
         places.add()
 
-        def tell(place, rank=rank):
+        def send(place, rank=rank):
             for other in ranks:
-                other.hear(rank, place, count)
+                other.receive(rank, place, count)
 
-        places.connect(rank, tell, waits=waits)
+        places.connect(rank, send, waits=waits)
     return ranks
 
 
@@ -140,7 +140,7 @@ def test_who_begins_another_step_is_told_and_so_is_who_waits(first):
         thread = entering(ranks[0], 4, errors)
     else:
         thread = entering(ranks[0], 4, errors)
-        while not ranks[1]._heard:
+        while not ranks[1]._received:
             thread.join(0.01)
         with pytest.raises(UsageError, match=r"rank 1 goes on after step 2"):
             ranks[1].goes_on(1, 5)

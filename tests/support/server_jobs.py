@@ -210,17 +210,17 @@ class Peer:
         if known:
             hello = protocol.Hello(PROTOCOL, TOKEN, worker, incarnation, "")
             hello.memory = memory
-            self.say(hello)
-            self.welcome = welcome = self.hear()
+            self.send(hello)
+            self.welcome = welcome = self.receive()
             address = "127.0.0.1", welcome.port
             self.liveness = socket.create_connection(address, SECONDS)
             self.liveness.sendall(welcome.ticket.encode() + b"\n")
             assert self.liveness.recv(1) == b"\n"
 
-    def say(self, words, *frames):
-        self.socket.send_multipart([protocol.encode(words), *frames])
+    def send(self, message, *frames):
+        self.socket.send_multipart([protocol.encode(message), *frames])
 
-    def hear(self):
+    def receive(self):
         return protocol.decode_from_server(self.socket.recv_multipart()[0])
 
     def close(self):

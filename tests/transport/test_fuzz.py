@@ -107,7 +107,7 @@ def strangers(rng, host, peer):
     for _ in range(BATCH):
         peer.socket.send_multipart(message(rng))
     for _ in range(BATCH):
-        words = peer.hear()
+        words = peer.receive()
         assert isinstance(words, protocol.Rejected | protocol.Welcome)
         if isinstance(words, protocol.Welcome):  # it is somebody now, and starts anew
             return False
@@ -131,9 +131,9 @@ def rogues(rng, host, incarnation):
             begin = protocol.RequestHeader(number, rng.choice(MESSAGES), "float32", 4)
             if rng.random() < 0.3:
                 begin.place = place(rng, memory)
-                peer.say(begin)
+                peer.send(begin)
             elif rng.random() < 0.5:
-                peer.say(begin, rng.randbytes(16))
+                peer.send(begin, rng.randbytes(16))
             elif rng.random() < 0.9:
                 header = mutated(rng, protocol.encode(begin))
                 peer.socket.send_multipart([header, rng.randbytes(16)])
@@ -288,8 +288,8 @@ def test_messages_of_many_and_of_large_frames():
         Peer(host.port, ROGUE) as peer,
     ):
         begin = protocol.RequestHeader(0, Load(bucket=0), "uint8", 1)
-        peer.say(begin, *[b"x"] * 1000)
-        assert isinstance(peer.hear(), protocol.ReplyHeader)
+        peer.send(begin, *[b"x"] * 1000)
+        assert isinstance(peer.receive(), protocol.ReplyHeader)
         assert host.refused == {"payload": 1}
         # More than a frame may hold: ZeroMQ itself ends the connection.
         monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)

@@ -437,13 +437,13 @@ def test_workers_that_are_not_wanted(changed, sentence):
 
 def test_who_is_refused_before_it_has_said_hello_is_told_why(monkeypatch):
     """The connection is made by another thread, which may be faster."""
-    say = Channel.say
+    send = Channel.send
 
     def say_late(channel, words):
         assert channel.monitor.poll(1000 * SECONDS)
         while channel.socket.poll(0, zmq.POLLOUT):
             pass  # its thread is about to let go of the connection
-        say(channel, words)
+        send(channel, words)
 
     monkeypatch.setattr(Channel, "say", say_late)
     with (
@@ -529,13 +529,13 @@ def test_a_wrong_request_is_refused_and_the_next_is_taken(kind):
     adder = Adder(1)
     with running(adder, 1) as host, Peer(host.port) as peer:
         for message in REFUSED_REQUESTS[kind]:
-            peer.say(*message)
-        answer = peer.hear()
+            peer.send(*message)
+        answer = peer.receive()
         assert answer.number == 0
         assert isinstance(answer.message, Rejected)
         assert host.refused == {kind.strip(): 1}
-        peer.say(begin(1, "float32", 1), b"1234")
-        assert peer.hear() == protocol.ReplyHeader(1, Done())
+        peer.send(begin(1, "float32", 1), b"1234")
+        assert peer.receive() == protocol.ReplyHeader(1, Done())
 
 
 def long(count):
@@ -555,8 +555,8 @@ def test_a_worker_that_breaks_the_protocol_is_dropped(kind):
     adder = Adder(1)
     with running(adder, 1) as host, Peer(host.port) as peer:
         for message in DROPPED[kind]:
-            peer.say(*message)
-        while not isinstance(peer.hear(), protocol.Rejected):
+            peer.send(*message)
+        while not isinstance(peer.receive(), protocol.Rejected):
             pass
         assert adder.news.wait(SECONDS)
         assert peer.liveness.recv(1) == b""
@@ -573,7 +573,7 @@ def test_a_worker_that_does_not_take_its_answers_is_dropped():
     with running_shell as host, Peer(host.port, queue=1) as peer:
         adder.buckets[0] = torch.zeros(largest, dtype=torch.uint8)
         for i in range(3 * protocol.MOST_UNANSWERED):
-            peer.say(protocol.RequestHeader(i, Pull(bucket=0)))
+            peer.send(protocol.RequestHeader(i, Pull(bucket=0)))
         assert adder.news.wait(SECONDS)
         assert host.refused["unread"] == 1
         assert adder.lost == [(0, 0)]
@@ -594,7 +594,7 @@ def test_a_worker_that_does_not_take_its_answers_is_dropped():
 def test_strangers_are_answered_and_counted(kind, header):
     with running(Adder(1), 1) as host, Peer(host.port, known=False) as peer:
         peer.socket.send(header)
-        assert isinstance(peer.hear(), protocol.Rejected)
+        assert isinstance(peer.receive(), protocol.Rejected)
         assert host.refused == {kind: 1}
 
 
@@ -606,20 +606,20 @@ def test_channels_have_a_limit():
         with pytest.raises(UsageError, match="channel 'more'"):
             server.request(Leave(), channel="more")
         with Peer(host.port, known=False) as peer:
-            peer.say(protocol.Hello(PROTOCOL, TOKEN, 0, 0, "more"))
-            assert isinstance(peer.hear(), protocol.Rejected)
+            peer.send(protocol.Hello(PROTOCOL, TOKEN, 0, 0, "more"))
+            assert isinstance(peer.receive(), protocol.Rejected)
         server.close()
 
 
 def test_a_wrong_ticket_is_shown_out():
     with running(Adder(1), 1) as host, Peer(host.port, known=False) as peer:
-        peer.say(protocol.Hello(PROTOCOL, TOKEN, 0, 0, ""))
-        address = "127.0.0.1", peer.hear().port
+        peer.send(protocol.Hello(PROTOCOL, TOKEN, 0, 0, ""))
+        address = "127.0.0.1", peer.receive().port
         for words in (b"a guess\n", b"x" * 1000, b"bye\n"):
             with socket.create_connection(address, SECONDS) as liveness:
                 liveness.sendall(words)
                 with contextlib.suppress(ConnectionResetError):
                     assert liveness.recv(1) == b""
         assert host.refused == {"liveness": 3}
-        peer.say(begin())
-        assert isinstance(peer.hear(), protocol.Rejected)  # not without its ticket
+        peer.send(begin())
+        assert isinstance(peer.receive(), protocol.Rejected)  # not without its ticket

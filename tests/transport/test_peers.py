@@ -292,7 +292,9 @@ def test_a_peer_that_refuses_this_service_for_good_is_a_lost_peer():
             loop.handle(1000)
             assert peers.collect() == []
         end = peers._peers[PEER].connection
-        end._channels[""].say(protocol.Hello(PROTOCOL, TOKEN, 1, 0, ""))  # out of order
+        end._channels[""].send(
+            protocol.Hello(PROTOCOL, TOKEN, 1, 0, "")
+        )  # out of order
         while end.failure is None:
             loop.handle(1000)
         # The refusal, or the end of the connection beside it: whichever is read first.

@@ -300,15 +300,15 @@ def test_a_wrong_place_is_refused_and_harms_nobody():
         place = memory.put(values(BLOCK))
         header = protocol.RequestHeader(0, Load(bucket=0), "int32", BLOCK // 4)
         header.place = (7, BLOCK)
-        peer.say(header)
-        assert "block 7" in peer.hear().message.reason
+        peer.send(header)
+        assert "block 7" in peer.receive().message.reason
         for number, elements, frames in ((1, 4, []), (3, BLOCK // 4, [b"x"])):
             # Other elements, and a frame beside it.
             header.number, header.elements, header.place = number, elements, place
-            peer.say(header, *frames)
-            assert "payload" in peer.hear().message.reason
-            peer.say(protocol.RequestHeader(number + 1, Pull(bucket=1)))
-            assert "only adds" in peer.hear().message.reason
+            peer.send(header, *frames)
+            assert "payload" in peer.receive().message.reason
+            peer.send(protocol.RequestHeader(number + 1, Pull(bucket=1)))
+            assert "only adds" in peer.receive().message.reason
             assert memory.put(values(BLOCK)) == place, "it is free again"
         server = connect(listener)
         echo(server, BLOCK)
@@ -320,8 +320,8 @@ def test_a_place_without_memory_is_refused():
     with running(Adder(1), 1) as listener, Peer(listener.port) as peer:
         header = protocol.RequestHeader(0, Load(bucket=0), "uint8", BLOCK)
         header.place = (0, BLOCK)
-        peer.say(header)
-        assert "no memory is shared" in peer.hear().message.reason
+        peer.send(header)
+        assert "no memory is shared" in peer.receive().message.reason
     assert listener.refused == {"payload": 1}
     with pytest.raises(ProtocolError):
         WorkerEnd().lend((0, BLOCK))

@@ -135,18 +135,18 @@ class Places:
     """Ensures that all ranks enter a collective `consolidated` after the same step.
 
     A rank that enters tells all others. A rank that has begun a later step, or is out of data, replies
-    with its place. Messages go through *tell*, beside the collectives, so steps do not wait for them.
+    with its place. Messages go through *send*, beside the collectives, so steps do not wait for them.
     With *waits* an entering rank waits until all others have entered: otherwise its collectives could be
     matched with those of the others' steps.
     """
 
     def __init__(self) -> None:
         self._rank = 0
-        self._tell: Callable[[Place], None] = lambda place: None
+        self._send: Callable[[Place], None] = lambda place: None
         self._waits = False
         self._present = math.inf
         self._changed = threading.Condition()
-        self._heard: dict[tuple[int, int], dict[int, Place]] = {}
+        self._received: dict[tuple[int, int], dict[int, Place]] = {}
         self._counts: Counter[int] = Counter()
         self._begun: dict[int, int] = {}
         self._left: set[int] = set()
@@ -162,9 +162,9 @@ class Places:
         assert training == self._trainings, "another training has begun since"
         self._trainings -= 1
 
-    def connect(self, rank: int, tell: Callable[[Place], None], *, waits: bool) -> None:
+    def connect(self, rank: int, send: Callable[[Place], None], *, waits: bool) -> None:
         """Connect to the other ranks."""
-        self._rank, self._tell, self._waits = rank, tell, waits
+        self._rank, self._send, self._waits = rank, send, waits
 
     def disconnect(self) -> None:
         """Receive no more messages."""
@@ -181,7 +181,7 @@ class Places:
         """This rank continues to *half* half steps. Raises `UsageError` if other ranks are inside after
         fewer."""
         self._begun[training] = half
-        if self._heard:
+        if self._received:
             with self._changed:
                 inside = self._inside(training, half)
                 if inside:
@@ -201,20 +201,20 @@ class Places:
         with self._changed:
             self._counts[training] += 1
             mine = Place(training, self._counts[training], half, "inside")
-            heard = self._heard.setdefault((training, mine.count), {})
-        self._tell(mine)
+            received = self._received.setdefault((training, mine.count), {})
+        self._send(mine)
         with self._changed:
             while True:
-                for rank, place in heard.items():
+                for rank, place in received.items():
                     fits = place.how == "inside" and place.half == half
                     if not fits and not (place.how == "left" and without_left):
                         raise _differ(self._rank, mine, rank, place)
-                if not self._waits or len(heard) >= self._present - 1:
+                if not self._waits or len(received) >= self._present - 1:
                     break
                 self._changed.wait()
-            del self._heard[training, mine.count]
+            del self._received[training, mine.count]
 
-    def hear(self, rank: int, place: Place, present: int) -> None:
+    def receive(self, rank: int, place: Place, present: int) -> None:
         """Handle a message of another *rank*; *present* ranks exist, with this one."""
         with self._changed:
             self._present = present
@@ -223,9 +223,9 @@ class Places:
                 return  # this rank's own message, which returns with the number of ranks
             key = place.training, place.count
             is_next = place.count == self._counts[place.training] + 1
-            if not is_next and key not in self._heard:
+            if not is_next and key not in self._received:
                 return  # this rank has already been inside
-            self._heard.setdefault(key, {})[rank] = place
+            self._received.setdefault(key, {})[rank] = place
             beyond = self._begun.get(place.training, 0) > place.half
             elsewhere = beyond or place.training in self._left
             if is_next and place.how == "inside" and elsewhere:
@@ -233,14 +233,16 @@ class Places:
 
     def _inside(self, training: int, before: float = math.inf) -> dict[int, Place]:
         """The ranks that are inside after fewer half steps than *before*, while this rank is not."""
-        heard = self._heard.get((training, self._counts[training] + 1), {})
-        return {r: p for r, p in heard.items() if p.how == "inside" and p.half < before}
+        received = self._received.get((training, self._counts[training] + 1), {})
+        return {
+            r: p for r, p in received.items() if p.how == "inside" and p.half < before
+        }
 
     def _answer(self, training: int) -> Place:
         how: Literal["beyond", "left"] = "left" if training in self._left else "beyond"
         half = self._begun.get(training, 0) - (how == "beyond")
         mine = Place(training, self._counts[training] + 1, half, how)
-        self._tell(mine)
+        self._send(mine)
         return mine
 
 
@@ -268,7 +270,7 @@ class TrainingRegistry:
     """The trainings of a script on one worker, in the order of the calls of `distribute`; *options* come
     from the command line.
 
-    *tell* reports to waiting workers that an error ended a training here, though the script goes on: with
+    *report_error* reports to waiting workers that an error ended a training here, though the script goes on: with
     the training's number, counted from 0, and the cause.
 
     - ``holding``: trainings with open process groups and threads, and the functions that close them.
@@ -278,14 +280,16 @@ class TrainingRegistry:
     - ``ended``: the requested number of steps is done, and these loops end.
     """
 
-    def __init__(self, options: RunOptions, tell: Callable[[int, str], None]) -> None:
+    def __init__(
+        self, options: RunOptions, report_error: Callable[[int, str], None]
+    ) -> None:
         self.options = options
         self.keeps_ended = options.profile is not None
         """Whether ended trainings are inspected after the script's end."""
         self.trainings: list[StartedTraining] = []
         self.hidden: list[StartedTraining] = []
         """Earlier trainings that checkpoints must not see (`paceline.testing`)."""
-        self._tell = tell
+        self._report_error = report_error
         self.holding: list[tuple[TrainingStatus, Callable[[], None]]] = []
         self.watchers: list[Watcher] = []
         self.loops, self.ended = 0, False
@@ -351,7 +355,7 @@ class TrainingRegistry:
 
     def broke(self, number: int, cause: str) -> None:
         """Record that an error has ended `trainings` *number* here."""
-        self._tell(len(self.hidden) + number, cause)
+        self._report_error(len(self.hidden) + number, cause)
 
     def is_over(self, number: int) -> bool:
         """Whether training *number*, as other workers count, has begun and ended here, well or not."""

@@ -232,7 +232,7 @@ class ServerConnection:
         try:
             if self._failure is None and self._liveness is not None:
                 for channel in self._channels.values():
-                    channel.say(protocol.Bye())
+                    channel.send(protocol.Bye())
                 self._poll_until(
                     lambda: all(one.farewell for one in self._channels.values()),
                     time.monotonic() + timeouts.server_goodbye,
@@ -330,7 +330,7 @@ class ServerConnection:
         )
         # zmq.Again: the server has already refused this worker, and the monitor reports the reason.
         with contextlib.suppress(zmq.Again):
-            channel.say(hello)
+            channel.send(hello)
         self._watch(channel.socket, channel.read)
         self._watch(channel.monitor, lambda: self._read_monitor(channel))
         return channel
@@ -511,8 +511,8 @@ class Channel:
         self.socket = socket
         self.monitor = socket.get_monitor_socket(_BROKEN)
 
-    def say(self, words: msgspec.Struct) -> None:
-        self.socket.send(protocol.encode(words), zmq.NOBLOCK)
+    def send(self, message: msgspec.Struct) -> None:
+        self.socket.send(protocol.encode(message), zmq.NOBLOCK)
 
     def submit(self, pending_reply: PendingReply) -> None:
         """Send the request once fewer than MOST_UNANSWERED requests are unanswered."""
@@ -542,19 +542,19 @@ class Channel:
             except zmq.Again:
                 return
             try:
-                self._hear(protocol.decode_from_server(header))
+                self._handle_message(protocol.decode_from_server(header))
             finally:
                 protocol.discard_message(self.socket)
 
-    def _hear(self, words: protocol.FromServer) -> None:
-        if isinstance(words, protocol.ReplyHeader):
-            self._take(words)
-        elif isinstance(words, protocol.Welcome):
-            self.welcome = words
-        elif isinstance(words, protocol.Farewell):
+    def _handle_message(self, message: protocol.FromServer) -> None:
+        if isinstance(message, protocol.ReplyHeader):
+            self._take(message)
+        elif isinstance(message, protocol.Welcome):
+            self.welcome = message
+        elif isinstance(message, protocol.Farewell):
             self.farewell = True
         else:
-            self.server.give_up(f"refused this worker: {words.reason}", UsageError)
+            self.server.give_up(f"refused this worker: {message.reason}", UsageError)
 
     def _take(self, header: protocol.ReplyHeader) -> None:
         """Handle a reply: copy its payload into the tensor of its request."""

@@ -292,7 +292,7 @@ class ServerListener:
             reply.to.number, reply.message, *protocol.describe(reply.payload), place
         )
         frame = reply.payload if place is None else None
-        if self._say(connection.identity, header, frame):
+        if self._send_message(connection.identity, header, frame):
             size = protocol.size_of(reply.payload)
             self.traffic.sent_bytes += protocol.HEADER_BYTES + size
         else:
@@ -302,7 +302,7 @@ class ServerListener:
     def _send_farewells(self) -> None:
         farewells, self._farewells = self._farewells, []
         for identity in farewells:
-            self._say(identity, protocol.Farewell())
+            self._send_message(identity, protocol.Farewell())
 
     def _note_lost(self, sessions: Sequence[Session]) -> None:
         for session in sessions:
@@ -313,10 +313,10 @@ class ServerListener:
             )
 
     def _read_control(self, control: int) -> None:
-        words = os.read(control, 65536)
-        *lines, self._begun_line = (self._begun_line + words).split(b"\n")
+        data = os.read(control, 65536)
+        *lines, self._begun_line = (self._begun_line + data).split(b"\n")
         self._events += map(ControlLine, lines)
-        if not words:
+        if not data:
             self.watch_control(None)
             self._events.append(ControlEnded())
 
@@ -348,23 +348,23 @@ class ServerListener:
                 if connection is None:
                     hello = protocol.decode_hello(header)
                     welcome = self._sessions.greet(identity, hello, self.welcomes_any)
-                    self._say(identity, welcome)
+                    self._send_message(identity, welcome)
                 else:
-                    words = protocol.decode_from_worker(header)
-                    self._hear(connection, words, frames)
+                    message = protocol.decode_from_worker(header)
+                    self._handle_message(connection, message, frames)
             except ProtocolError as refusal:
                 self._refuse(refusal, identity, connection)
 
-    def _hear(
+    def _handle_message(
         self,
         connection: Connection,
-        words: protocol.FromWorker,
+        message: protocol.FromWorker,
         frames: Sequence[memoryview],
     ) -> None:
         """Handle a message of a known worker."""
-        if isinstance(words, protocol.RequestHeader):
-            self._take(connection, words, frames)
-        elif isinstance(words, protocol.Bye):
+        if isinstance(message, protocol.RequestHeader):
+            self._take(connection, message, frames)
+        elif isinstance(message, protocol.Bye):
             self._farewells.append(connection.identity)
             self._note_lost(self._sessions.leave(connection))
         else:
@@ -408,15 +408,17 @@ class ServerListener:
         """Count a refusal, and answer if its sender is known."""
         self._count(refusal.kind, str(refusal))
         if connection is None or refusal.kind == "undecodable":
-            self._say(identity, protocol.Rejected(str(refusal)))
+            self._send_message(identity, protocol.Rejected(str(refusal)))
             return
         if refusal.fatal:
-            self._say(identity, protocol.Rejected(str(refusal)))
+            self._send_message(identity, protocol.Rejected(str(refusal)))
             self._note_lost(self._sessions.lose(connection.session))
             return
         # Only a request with a wrong payload reaches this line; its number has been counted.
         rejected = Rejected(reason=str(refusal))
-        self._say(identity, protocol.ReplyHeader(connection.next - 1, rejected))
+        self._send_message(
+            identity, protocol.ReplyHeader(connection.next - 1, rejected)
+        )
 
     def _count(self, kind: str, reason: str) -> None:
         self.refused[kind] += 1
@@ -425,7 +427,7 @@ class ServerListener:
             last = last if self.refused[kind] == REFUSALS_LOGGED else ""
             log.warning("server refused (%s): %r%s", kind, reason[:200], last)
 
-    def _say(
+    def _send_message(
         self,
         identity: bytes,
         header: msgspec.Struct,

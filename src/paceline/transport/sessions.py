@@ -434,17 +434,17 @@ class Sessions:
         Raises `ProtocolError` for a connection without a ticket; the caller closes it with
         `disconnect`.
         """
-        said = self._idle_connections.read(peer)
+        received = self._idle_connections.read(peer)
         lost: list[Session] = []
-        for line in said.lines:
-            lost += self._hear(peer, line)
+        for line in received.lines:
+            lost += self._handle_line(peer, line)
         session = self._owners.get(peer)
         if session is None:
-            if said.over or said.lines:
+            if received.over or received.lines:
                 raise ProtocolError("liveness", "a connection without a ticket")
         elif session.leaves_well:
             lost += self._depart(session)
-        elif said.over:
+        elif received.over:
             lost += self.lose(session)
         return lost
 
@@ -455,7 +455,7 @@ class Sessions:
             self._loop.unwatch(peer)
             self._idle_connections.close(peer)
 
-    def _hear(self, peer: socket.socket, line: bytes) -> list[Session]:
+    def _handle_line(self, peer: socket.socket, line: bytes) -> list[Session]:
         session = self._owners.get(peer)
         if session is not None:
             session.leaves_well |= line == b"bye"

@@ -127,7 +127,7 @@ def test_a_crowd_of_strangers_keeps_nobody_out(server, monkeypatch):
 def hello(server, number=0, role="worker", token=TOKEN, **changes):
     one = Registration(server.address, token, "the aggregator")
     terms = msgspec.structs.replace(TERMS, **changes)
-    one.say_hello(role, number, f"rank {number}", terms)
+    one.send_hello(role, number, f"rank {number}", terms)
     return one.granted()[0]
 
 
@@ -237,7 +237,7 @@ def test_who_answers_with_something_else_is_no_aggregator():
         peer, _ = listener.accept()
         peer.sendall(b"220 mail.example.org ESMTP ready\r\n")
         with pytest.raises(UsageError, match="is an aggregator"):
-            one.say_hello("worker", 0, "rank 0", TERMS)
+            one.send_hello("worker", 0, "rank 0", TERMS)
         peer.close()
 
 
@@ -245,7 +245,7 @@ def test_who_has_no_token_cannot_feign_an_aggregator():
     """It learns nothing from the hello that proves it to be one."""
     with socket.create_server((HOST, 0)) as listener:
         one = Registration(listener.getsockname(), TOKEN, "the aggregator", "a nonce")
-        one.say_hello("worker", 0, "rank 0", TERMS)
+        one.send_hello("worker", 0, "rank 0", TERMS)
         peer, _ = listener.accept()
         answer = b'{"window":2,"chunk_bytes":1024,"proof":"0123456789abcdef"}'
         peer.sendall(frame_of(Kind.GRANTED, answer))

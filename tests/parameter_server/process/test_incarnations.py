@@ -224,8 +224,8 @@ def test_who_said_hello_and_never_came_is_not_waited_for_for_ever(monkeypatch):
     monkeypatch.setattr(timeouts, "worker_arrive", 0.2)
     host = deserted(Adder(2), 2)
     with Peer(host.port, known=False) as gone:
-        gone.say(protocol.Hello(PROTOCOL, TOKEN, 1, 0, ""))
-        assert isinstance(gone.hear(), protocol.Welcome)
+        gone.send(protocol.Hello(PROTOCOL, TOKEN, 1, 0, ""))
+        assert isinstance(gone.receive(), protocol.Welcome)
         lost = connect(host)
         lost.part(well=False)  # without a goodbye
         host.thread.join(SECONDS)

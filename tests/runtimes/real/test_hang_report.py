@@ -38,10 +38,10 @@ THREE = {rank: f"(host h, process {100 + rank})" for rank in range(3)}
 def concluded(hangs, answers, now=0.0, present=THREE):
     """What is said after the first of *answers*, which is a report, and the others."""
     (reporter, report), *others = answers.items()
-    if not hangs.hear(reporter, report, now):
+    if not hangs.receive_report(reporter, report, now):
         return None
     for rank, answer in others:
-        assert not hangs.hear(rank, answer, now)
+        assert not hangs.receive_report(rank, answer, now)
     return hangs.conclude(present, now + timeouts.hang_answer)
 
 
@@ -76,14 +76,14 @@ def test_a_hang_is_said_once_and_a_later_one_anew():
 def test_ranks_are_not_asked_for_each_report():
     hangs = Hangs()
     assert concluded(hangs, {0: WAITS, 1: HANGS, 2: WAITS}, 0.0)
-    assert not hangs.hear(2, WAITS, 1.0)
+    assert not hangs.receive_report(2, WAITS, 1.0)
     assert hangs.milliseconds(1.0) is None
 
 
 def test_who_does_not_answer_is_named_when_it_has_had_its_time():
     hangs = Hangs()
-    assert hangs.hear(0, WAITS, 0.0)
-    hangs.hear(2, WAITS, 0.0)
+    assert hangs.receive_report(0, WAITS, 0.0)
+    hangs.receive_report(2, WAITS, 0.0)
     assert not hangs.is_due(3, 1.0)
     assert hangs.conclude(THREE, 1.0) == ""
     assert hangs.is_due(3, timeouts.hang_answer)
@@ -94,7 +94,7 @@ def test_who_does_not_answer_is_named_when_it_has_had_its_time():
 
 def test_who_has_ended_meanwhile_is_not_named():
     hangs = Hangs()
-    assert hangs.hear(0, WAITS, 0.0)
+    assert hangs.receive_report(0, WAITS, 0.0)
     assert hangs.conclude({0: THREE[0]}, 0.0) == ""
 
 

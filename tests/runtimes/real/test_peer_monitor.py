@@ -129,7 +129,7 @@ def test_strangers_are_shown_out_and_nobody_is_alarmed(ranks, words):
     stranger.settimeout(SECONDS)
     assert stranger.recv(1) == b""  # closed by the hub
     stranger.close()
-    members[1]._say(FailureNotice(rank=1, fault="is the first to be heard"))
+    members[1]._send(FailureNotice(rank=1, fault="is the first to be heard"))
     expected = "rank 1 is the first to be heard"
     assert hear(told, 2) == dict.fromkeys((0, 2), expected)
 

@@ -253,7 +253,7 @@ class JoinRing(Joining):
         job, card = self._job, Card()
         if self._group.rack is not None:
             at = self._registration(job.aggregators[self._group.rack], "the aggregator")
-            at.say_hello("worker", self._number, self._name, self._terms(self._at))
+            at.send_hello("worker", self._number, self._name, self._terms(self._at))
             connection, granted = at.granted()
             self._opened.append(connection)
             self._peers = [Peer(connection, at.name)]
@@ -265,13 +265,13 @@ class JoinRing(Joining):
             at = self._registration(
                 job.aggregators[self._before.rack], "the aggregator before"
             )
-            at.say_hello("agent", self._number, self._name, terms)
+            at.send_hello("agent", self._number, self._name, terms)
             self._take_before(at)
         else:
             said = cards[self._before.ranks[0]]
             name = f"rank {self._before.ranks[0]}"
             at = self._registration(said.listens, name, said.nonce)
-            at.say_hello("agent", self._number, self._name, terms)
+            at.send_hello("agent", self._number, self._name, terms)
             self._to_before = at  # it answers once all have registered
         return card
 
@@ -375,7 +375,7 @@ class JoinTree(Joining):
             if end.kind == "server":
                 name = f"the server of part {end.number}"
             at = self._registration(self._address(end), name)
-            at.say_hello(
+            at.send_hello(
                 "worker",
                 self._job.rank,
                 self._name,

@@ -273,7 +273,7 @@ class AggregatorServer:
     def _take(self, link: _Link, header: Header, payload: Integers | bytearray) -> None:
         job = link.job
         if isinstance(payload, bytearray) or job is None:
-            self._hear(link, header, bytes(payload))
+            self._handle_message(link, header, bytes(payload))
         elif header.kind in CONTRIBUTIONS and not isinstance(link.key, Agent):
             self.counts["contributions"] += 1
             self.counts["bytes in"] += header.size
@@ -343,9 +343,9 @@ class AggregatorServer:
             words_frame(Kind.CHALLENGE, Challenge(version=VERSION, nonce=link.nonce)),
         )
 
-    def _hear(self, link: _Link, header: Header, payload: bytes) -> None:
+    def _handle_message(self, link: _Link, header: Header, payload: bytes) -> None:
         if isinstance(link.key, ParentLink) and link.waiting is not None:
-            self._hear_parent(link, header, payload)
+            self._handle_parent_message(link, header, payload)
         elif header.kind == Kind.HELLO and link.job is None:
             self._welcome(link, words_of(payload, Hello))
         elif header.kind == Kind.GOODBYE and link.job is not None:
@@ -488,7 +488,9 @@ class AggregatorServer:
         peer.connect_ex(address)  # an error shows once the socket is writable
         self._watch(link)
 
-    def _hear_parent(self, link: _Link, header: Header, payload: bytes) -> None:
+    def _handle_parent_message(
+        self, link: _Link, header: Header, payload: bytes
+    ) -> None:
         job = link.job
         assert job is not None
         assert isinstance(link.key, ParentLink)

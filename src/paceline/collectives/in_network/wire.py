@@ -406,7 +406,7 @@ class Registration:
         except OSError as error:
             raise PeerLostError(f"{self.name} cannot be reached: {error}") from None
 
-    def say_hello(
+    def send_hello(
         self,
         role: str,
         number: int,
@@ -416,7 +416,7 @@ class Registration:
     ) -> None:
         """Ask to take part. Raises `UsageError` if the other end is no aggregator."""
         if self._challenge is None:
-            kind, payload = self._hear()
+            kind, payload = self._receive_message()
             try:
                 challenge = words_of(payload, Challenge)
             except ProtocolError:
@@ -442,7 +442,7 @@ class Registration:
     def granted(self) -> tuple[Connection, Granted]:
         """Wait for the answer. Raises `UsageError` with the reason of a refusal, or
         `PeerLostError`."""
-        kind, payload = self._hear()
+        kind, payload = self._receive_message()
         if kind == Kind.REFUSED:
             self.close()
             raise UsageError(f"{self.name} refuses: {payload.decode(errors='replace')}")
@@ -461,7 +461,7 @@ class Registration:
         """Close the connection without taking part."""
         self._socket.close()
 
-    def _hear(self) -> tuple[int, bytes]:
+    def _receive_message(self) -> tuple[int, bytes]:
         header = Header(*HEADER.unpack(self._exactly(HEADER.size)))
         if header.size > WORDS_BYTES:
             raise self._not_one()

@@ -130,7 +130,7 @@ class Hangs:
         self._named: dict[int, int | None] = {}
         """By rank that was already reported: its `Whereabouts.changes` at that time."""
 
-    def hear(self, rank: int, where: Whereabouts, now: float) -> bool:
+    def receive_report(self, rank: int, where: Whereabouts, now: float) -> bool:
         """Handle a report, or an answer. Returns whether the hub must ask all other ranks now."""
         if self._until is not None:
             self._answers[rank] = where

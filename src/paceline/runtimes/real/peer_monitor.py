@@ -141,7 +141,7 @@ class FailureHub:
             # First read all messages that have arrived, so that errors are handled before losses.
             while self._loop.handle(0):
                 pass
-            self._tell_all(FailureNotice(rank=0))
+            self._send_to_all(FailureNotice(rank=0))
         finally:
             self._loop.clear()
             self._idle_connections.close_all()
@@ -158,18 +158,18 @@ class FailureHub:
             self._loop.watch(peer, partial(self._read, peer))
 
     def _read(self, peer: socket.socket) -> None:
-        said = self._idle_connections.read(peer)
+        received = self._idle_connections.read(peer)
         try:
-            for line in said.lines:
-                self._hear(peer, line)
+            for line in received.lines:
+                self._handle_line(peer, line)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             # It is not a rank, or no longer one.
             self._lose(peer)
             return
-        if said.over:
-            self._lose(peer, said.error)
+        if received.over:
+            self._lose(peer, received.error)
 
-    def _hear(self, peer: socket.socket, line: bytes) -> None:
+    def _handle_line(self, peer: socket.socket, line: bytes) -> None:
         if peer not in self._ranks:
             hello = msgspec.json.decode(line, type=Hello)
             known = hmac.compare_digest(hello.token.encode(), self._token.encode())
@@ -180,20 +180,22 @@ class FailureHub:
             return
         news = msgspec.json.decode(line, type=FailureNotice)
         if news.place is not None:
-            told = FailureNotice(rank=self._ranks[peer].rank, place=news.place)
-            told.present = len(self._ranks)
-            self._tell_all(told)
+            notice = FailureNotice(rank=self._ranks[peer].rank, place=news.place)
+            notice.present = len(self._ranks)
+            self._send_to_all(notice)
             return
         if news.where is not None:
-            if self._hangs.hear(self._ranks[peer].rank, news.where, time.monotonic()):
-                self._tell_all(FailureNotice(rank=0, asks=True), but=peer)
+            if self._hangs.receive_report(
+                self._ranks[peer].rank, news.where, time.monotonic()
+            ):
+                self._send_to_all(FailureNotice(rank=0, asks=True), but=peer)
             return
         hello = self._ranks.pop(peer)
         if news.fault is not None:
-            words = FailureNotice(
+            notice = FailureNotice(
                 rank=hello.rank, fault=news.fault, training=news.training
             )
-            self._tell_all(words)
+            self._send_to_all(notice)
         if news.training is not None:
             # The rank continues, and may end differently.
             self._ranks[peer] = hello
@@ -203,7 +205,7 @@ class FailureHub:
         self._drop(peer)
         if hello is not None:
             fault = f"{_process_of(hello)} {liveness.how_it_ended(error)}"
-            self._tell_all(FailureNotice(rank=hello.rank, fault=fault))
+            self._send_to_all(FailureNotice(rank=hello.rank, fault=fault))
 
     def _drop(self, peer: socket.socket) -> None:
         self._loop.unwatch(peer)
@@ -213,12 +215,14 @@ class FailureHub:
         if not self._hangs.is_due(len(self._ranks), time.monotonic()):
             return
         present = {hello.rank: _process_of(hello) for hello in self._ranks.values()}
-        said = self._hangs.conclude(present, time.monotonic())
-        if said:
+        report = self._hangs.conclude(present, time.monotonic())
+        if report:
             # Print on a thread, once per hang: a blocked terminal must not block the hub.
-            threading.Thread(target=_print, args=(said,), daemon=True).start()
+            threading.Thread(target=_print, args=(report,), daemon=True).start()
 
-    def _tell_all(self, news: FailureNotice, but: socket.socket | None = None) -> None:
+    def _send_to_all(
+        self, news: FailureNotice, but: socket.socket | None = None
+    ) -> None:
         for peer in list(self._ranks):
             if peer is not but:
                 with contextlib.suppress(OSError):
@@ -317,7 +321,7 @@ class PeerMonitor:
             return
         self._socket.settimeout(None)
         liveness.watch(self._socket)
-        self._say(
+        self._send(
             Hello(
                 token=address.token,
                 rank=rank,
@@ -344,12 +348,12 @@ class PeerMonitor:
         if not self._over:
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS]
-                self._say(FailureNotice(rank=self._rank, fault=brief, training=number))
+                self._send(FailureNotice(rank=self._rank, fault=brief, training=number))
 
     def _send_place(self, place: Place) -> None:
         if not self._over:
             with contextlib.suppress(OSError):
-                self._say(FailureNotice(rank=self._rank, place=place))
+                self._send(FailureNotice(rank=self._rank, place=place))
 
     def close(self, fault: str | None = None) -> None:
         """End this rank: well, or with a *fault*, which the other ranks get."""
@@ -357,22 +361,22 @@ class PeerMonitor:
             self._over = True
             with contextlib.suppress(OSError):
                 brief = fault[:FAULT_CHARACTERS] if fault else None
-                self._say(FailureNotice(rank=self._rank, fault=brief))
+                self._send(FailureNotice(rank=self._rank, fault=brief))
                 # The listener thread closes it.
                 self._socket.shutdown(socket.SHUT_RDWR)
         # It may follow a failure notice.
         if self.hub is not None:
             self.hub.close()
 
-    def _say(self, words: msgspec.Struct) -> None:
-        self._socket.sendall(line_of(words))
+    def _send(self, message: msgspec.Struct) -> None:
+        self._socket.sendall(line_of(message))
 
     def _listen(self) -> None:
         with self._socket:
-            self._hear_news()
+            self._read_notices()
         self._places.disconnect()
 
-    def _hear_news(self) -> None:
+    def _read_notices(self) -> None:
         try:
             for line in self._lines():
                 news = msgspec.json.decode(line, type=FailureNotice)
@@ -380,14 +384,14 @@ class PeerMonitor:
                     self._report_position(only_long_waits=False)
                     continue
                 if news.place is not None:
-                    self._places.hear(news.rank, news.place, news.present)
+                    self._places.receive(news.rank, news.place, news.present)
                     continue
                 # Rank 0 and its hub end without an error.
                 if news.fault is None:
                     return
                 sentence = f"rank {news.rank} {news.fault}"
                 if news.training is None:
-                    self._tell(sentence)
+                    self._report_loss(sentence)
                     return
                 if not self._over:
                     self._broke(news.training, sentence)
@@ -395,9 +399,9 @@ class PeerMonitor:
         except OSError as error:
             lost = error
         except msgspec.MsgspecError as error:
-            self._tell(f"rank 0 sent what is not a line of news: {error}")
+            self._report_loss(f"rank 0 sent what is not a line of news: {error}")
             return
-        self._tell(f"rank 0 {liveness.how_it_ended(lost)}")
+        self._report_loss(f"rank 0 {liveness.how_it_ended(lost)}")
 
     def _lines(self) -> Iterator[bytes]:
         """Yield the hub's messages. Between two of them, this rank checks its own position."""
@@ -414,10 +418,10 @@ class PeerMonitor:
                 pause = 1000 * max(0.0, due - time.monotonic())
             if not poll.poll(pause):
                 continue
-            heard = self._socket.recv(LINE_BYTES)
-            if not heard:
+            data = self._socket.recv(LINE_BYTES)
+            if not data:
                 return
-            *lines, begun = (begun + heard).split(b"\n")
+            *lines, begun = (begun + data).split(b"\n")
             yield from lines
 
     def _report_position(self, *, only_long_waits: bool) -> None:
@@ -428,9 +432,9 @@ class PeerMonitor:
             return
         # The listener reports the loss of the hub.
         with contextlib.suppress(OSError):
-            self._say(FailureNotice(rank=self._rank, where=where))
+            self._send(FailureNotice(rank=self._rank, where=where))
 
-    def _tell(self, sentence: str) -> None:
+    def _report_loss(self, sentence: str) -> None:
         if not self._over:
             self._over = True
             self._lost(sentence)
@@ -444,20 +448,20 @@ def exit_grace() -> float:
 def end_after_grace(
     rank: int,
     sentence: str,
-    said: threading.Event,
+    printed: threading.Event,
     is_blocked: Callable[[], bool],
     grace: float,
 ) -> None:
-    """Print the failure, and end this worker in time.
+    """Print the failure, and end this worker in time. *printed* is set after the message.
 
     *is_blocked* returns whether the training waits for other ranks. The process ends when it has
     waited for `Timeouts.collective_grace`, or after *grace* seconds.
     """
     # This worker must end even if its standard error is closed.
     with contextlib.suppress(OSError, ValueError):
-        words = f"paceline: {sentence}; rank {rank} ends too"
-        print(words, file=sys.stderr, flush=True)
-    said.set()
+        message = f"paceline: {sentence}; rank {rank} ends too"
+        print(message, file=sys.stderr, flush=True)
+    printed.set()
     blocked_since = now = time.monotonic()
     end = now + grace
     while now < end and now - blocked_since < timeouts.collective_grace:

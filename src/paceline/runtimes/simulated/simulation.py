@@ -247,7 +247,7 @@ class Simulation:
     def tell_place(self, rank: int, place: Place) -> None:
         """Send worker *rank*'s place to all other workers, at no cost."""
         for runtime in self._runtimes.values():
-            runtime.registry.places.hear(rank, place, len(self._runtimes))
+            runtime.registry.places.receive(rank, place, len(self._runtimes))
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""
