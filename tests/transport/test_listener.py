@@ -439,13 +439,13 @@ def test_who_is_refused_before_it_has_said_hello_is_told_why(monkeypatch):
     """The connection is made by another thread, which may be faster."""
     send = Channel.send
 
-    def say_late(channel, words):
+    def send_late(channel, words):
         assert channel.monitor.poll(1000 * SECONDS)
         while channel.socket.poll(0, zmq.POLLOUT):
             pass  # its thread is about to let go of the connection
         send(channel, words)
 
-    monkeypatch.setattr(Channel, "say", say_late)
+    monkeypatch.setattr(Channel, "send", send_late)
     with (
         running(Adder(1), 1) as host,
         pytest.raises(UsageError, match=r"its token .* differs"),

@@ -136,8 +136,8 @@ def main() -> None:
     try:
         with signals.listen():
             _run()
-    except LauncherInterrupted as told:
-        print(f"paceline: {told.name}: interrupted", file=sys.stderr)
+    except LauncherInterrupted as interruption:
+        print(f"paceline: {interruption.name}: interrupted", file=sys.stderr)
         raise
     except SystemExit as ended:
         # rich and typer turn a broken pipe into an exit.

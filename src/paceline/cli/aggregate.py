@@ -84,19 +84,19 @@ class _Progress:
 
     def __init__(self, aggregator: Any) -> None:
         self._aggregator = aggregator
-        self._told_at = time.monotonic()
+        self._reported_at = time.monotonic()
         self._before = (0, 0)
 
     def __call__(self) -> None:
         now = time.monotonic()
-        seconds = now - self._told_at
+        seconds = now - self._reported_at
         if seconds < _TOLD_SECONDS:
             return
         counts = self._aggregator.counts
         chunks, data = counts["contributions"], counts["bytes in"]
         rate = (chunks - self._before[0]) / seconds
         bits = 8 * (data - self._before[1]) / seconds
-        self._told_at, self._before = now, (chunks, data)
+        self._reported_at, self._before = now, (chunks, data)
         pool = self._aggregator.pool
         print(
             f"\r{len(pool.jobs)} jobs, {units.show_bytes(pool.free)} free, {rate:,.0f} chunks/s "

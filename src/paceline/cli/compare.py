@@ -155,7 +155,7 @@ def compare(
             goal,
             at_once=1 if one_at_a_time else min(MOST_AT_ONCE, processes()),
             begin=begin,
-            say=shown.say,
+            report=shown.report,
         )
     ran = [run.result for run in runs if run.result is not None]
     if json:
@@ -262,13 +262,13 @@ def _planned(
             raise UsageError(
                 "with one worker there is nothing to compare: give --workers 2 or more"
             )
-        on_progress.say(f"plan: {' '.join(headline(plan))}")
+        on_progress.report(f"plan: {' '.join(headline(plan))}")
         for variant in _variants(None, plan):
             predicted = variant.predicted
             step = "" if predicted is None else f": {show_seconds(predicted)} per step"
-            on_progress.say(f"  {variant.consistency}: {variant.spec}{step}")
+            on_progress.report(f"  {variant.consistency}: {variant.spec}{step}")
         if faster := faster_but_not_recommended(plan):
-            on_progress.say(f"  {faster}")
+            on_progress.report(f"  {faster}")
     return plan
 
 

@@ -78,12 +78,12 @@ def plan_switches(
     from paceline.tools.report.html import NAME, write_page
     from paceline.tools.report.terminal import print_report
 
-    with progress(json, "predicting") as told:
+    with progress(json, "predicting") as on_progress:
         found = plan_upgrades(
             described,
             times,
             Upgrade(upgrade_rate, slots),
-            lambda name, switches: told(f"{name}: switch {switches}"),
+            lambda name, switches: on_progress(f"{name}: switch {switches}"),
         )
     report = upgrade_report(
         found,

@@ -115,14 +115,14 @@ def profile(
         among = workers if workers is not None and workers > 1 else o.DESCRIBED_WORKERS
         if specs:
             kept = GradientDump(scratch)
-            with progress(json) as told:
+            with progress(json) as on_progress:
                 begun = itertools.count()
 
                 def tell(spec: str) -> None:
-                    told(spec, next(begun), len(specs))
+                    on_progress(spec, next(begun), len(specs))
 
                 rows = list(compressor_costs(specs, kept, among, tell))
-                told("timing compressors")
+                on_progress("timing compressors")
                 suited = [
                     make(row.compression)
                     for row in rows

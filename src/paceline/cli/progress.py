@@ -138,7 +138,7 @@ class Progress:
             task, description=what, completed=number or 0, total=count or None
         )
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a permanent line."""
         self._bar.console.print(Text(text), soft_wrap=True)
 
@@ -195,7 +195,7 @@ class TaskRows:
 
         return end
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Print a permanent line."""
         self.bars.console.print(Text(text), soft_wrap=True)
 

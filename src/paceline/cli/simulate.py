@@ -87,14 +87,14 @@ def simulate(
     compute = o.make_compute(workload, forward, backward, jitter, seed)
     measured = workload is None and forward is None and backward is None
     with script_run(job, json, described) as run:
-        with progress(json, "profiling", prints=True) as told:
+        with progress(json, "profiling", prints=True) as on_progress:
             if measured:
                 compute = profiled(job, described, compute, scratch, patience)
 
             def make(compute: ComputeModel) -> Simulation:
                 def look(now: float) -> None:
                     found = WorkerProgress.of(simulation.runtime_of(0).recorder)
-                    told(f"virtual time {now:.3f} s · {describe(found, steps)}")
+                    on_progress(f"virtual time {now:.3f} s · {describe(found, steps)}")
                     if there is not None:
                         found.write(there)
 

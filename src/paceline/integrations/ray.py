@@ -345,9 +345,11 @@ _OF_RAY = ("node:", "object_store_memory", "accelerator_type:")
 """Resources of every node that no actor requests."""
 
 
-def nodes_of(told: Sequence[Mapping[str, Any]]) -> dict[str, Resources]:
+def nodes_of(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Resources]:
     """The resources of each live node by its id, from ``ray.nodes()``."""
-    return {node["NodeID"]: node.get("Resources", {}) for node in told if node["Alive"]}
+    return {
+        node["NodeID"]: node.get("Resources", {}) for node in nodes if node["Alive"]
+    }
 
 
 def without_room(

@@ -68,7 +68,7 @@ class Place:
 
     def to_environment(self) -> dict[str, str]:
         """Return the same place in torchrun's variables."""
-        said = {
+        variables = {
             "RANK": self.rank,
             "WORLD_SIZE": self.size,
             "LOCAL_RANK": self.local_rank,
@@ -77,7 +77,7 @@ class Place:
             "MASTER_ADDR": self.master,
             "MASTER_PORT": self.port or "",
         }
-        return {name: str(value) for name, value in said.items() if value != ""}
+        return {name: str(value) for name, value in variables.items() if value != ""}
 
 
 ALONE = Place(rank=0, size=1)
@@ -125,10 +125,10 @@ def check_lone_rank(environment: Mapping[str, str], rank: int) -> None:
     """
     if _START_THEMSELVES.search("\n".join(environment)):
         return
-    name, said = _launched_by(environment)
-    if said is not None and said.rank != rank:
+    name, launched = _launched_by(environment)
+    if launched is not None and launched.rank != rank:
         raise UsageError(
-            f"RANK={rank}, but {name} started this process as task {said.rank} of {said.size}: unset "
+            f"RANK={rank}, but {name} started this process as task {launched.rank} of {launched.size}: unset "
             f"RANK, which some shell or job script has set for all tasks; or, if it is right, give "
             f"--rank {rank}"
         )
@@ -161,21 +161,21 @@ def _check_agreement(environment: Mapping[str, str], place: Place) -> None:
     under_torchrun = "TORCHELASTIC_RUN_ID" in environment
     if not under_torchrun and _START_THEMSELVES.search("\n".join(environment)):
         return
-    name, said = _launched_by(environment)
-    if said is None:
+    name, launched = _launched_by(environment)
+    if launched is None:
         return
     if under_torchrun:
         if environment.get("GROUP_WORLD_SIZE") == "1":
             raise UsageError(
-                f"{name} started {said.size} tasks, and torchrun in each of them knows of no other: "
+                f"{name} started {launched.size} tasks, and torchrun in each of them knows of no other: "
                 f"each would train alone. Leave torchrun out ({name} python train.py), tell it of "
-                f"all (--nnodes {said.size} --rdzv-endpoint HOST:PORT), or, where these are "
+                f"all (--nnodes {launched.size} --rdzv-endpoint HOST:PORT), or, where these are "
                 "trainings of their own, start each as one task"
             )
-    elif place.size > 1 and (place.rank, place.size) != (said.rank, said.size):
+    elif place.size > 1 and (place.rank, place.size) != (launched.rank, launched.size):
         raise UsageError(
             f"RANK={place.rank} and WORLD_SIZE={place.size}, but {name} started this process as "
-            f"task {said.rank} of {said.size}: unset RANK and WORLD_SIZE, which some shell or job "
+            f"task {launched.rank} of {launched.size}: unset RANK and WORLD_SIZE, which some shell or job "
             f"script has set for all tasks; or, if they are right, what {name} has set"
         )
 
@@ -185,9 +185,9 @@ def _launched_by(environment: Mapping[str, str]) -> tuple[str, Place | None]:
     # The address of worker 0 does not matter here.
     anywhere = {"MASTER_ADDR": "localhost", **environment}
     looks = {"mpirun": _by_open_mpi, "mpiexec": _by_pmi, "srun": _by_slurm}
-    say = ((name, look(anywhere)) for name, look in looks.items())
-    name, said = next((one for one in say if one[1] is not None), ("", None))
-    return name, None if said == ALONE else said
+    places = ((name, look(anywhere)) for name, look in looks.items())
+    name, place = next((one for one in places if one[1] is not None), ("", None))
+    return name, None if place == ALONE else place
 
 
 def _check_torchrun_is_there(environment: Mapping[str, str]) -> None:

@@ -39,7 +39,7 @@ class LauncherInterrupted(SystemExit):
         self.number = number
         self.name = signal.Signals(number).name
 
-    def say(self) -> int:
+    def report(self) -> int:
         """Print the message of a launcher whose workers have been ended; return its exit status."""
         print(f"paceline: {self.name}: all workers were ended", file=sys.stderr)
         return 128 + self.number

@@ -104,10 +104,10 @@ def unanswered(connection: socket.socket) -> int:
     if not hasattr(termios, "TIOCOUTQ"):
         return 0
     try:
-        told = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
+        queued = fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4))
     except OSError:
         return 0
-    return int(struct.unpack("i", told)[0])
+    return int(struct.unpack("i", queued)[0])
 
 
 def how_it_ended(error: OSError | None) -> str:

@@ -57,7 +57,7 @@ def test_ranks_know_the_cluster_or_why_it_is_not_theirs(tmp_path: Path) -> None:
         "nobody": ([None] * 4, ""),
         "all": ([good] * 4, ""),
         "rank 0's counts": ([good, None, missing, None], ""),
-        "not rank 0": ([None, None, good, None], "rank 2 is told of a cluster, "),
+        "not rank 0": ([None, None, good, None], "rank 2 has a cluster file, "),
         "two": ([good, None, other, None], "is another one than rank 2's, "),
         "another size": ([large] * 4, "as many workers as it has, 5, got 4"),
         "missing": ([missing] * 4, f"cannot read the cluster file {missing}"),

@@ -132,7 +132,7 @@ class Measurements:
 class Log:
     def __init__(self):
         self.decisions, self.sentences = [], []
-        self.decided, self.say = self.decisions.append, self.sentences.append
+        self.decided, self.report = self.decisions.append, self.sentences.append
 
 
 class Runtime:

@@ -25,7 +25,7 @@ def main() -> None:
     runtime = join_runtime()
     runtime.connect()
 
-    def say(text: str) -> None:
+    def on_progress(text: str) -> None:
         if runtime.rank == 0:
             print(f"probe: {text}", file=sys.stderr, flush=True)
 
@@ -33,7 +33,7 @@ def main() -> None:
         runtime,
         seconds_per_pair=arguments.seconds_per_pair,
         largest=arguments.largest,
-        say=say,
+        on_progress=on_progress,
     )
     if runtime.rank == 0:
         arguments.output.write_bytes(msgspec.json.encode(findings))

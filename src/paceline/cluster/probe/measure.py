@@ -38,12 +38,12 @@ def measure(
     *,
     seconds_per_pair: float = 0.1,
     largest: int = SIZES[-1],
-    say: Callable[[str], None] = lambda text: None,
+    on_progress: Callable[[str], None] = lambda text: None,
 ) -> ProbeResult:
     """Measure everything; return the same results on every rank. Collective.
 
     Pairs are measured one after the other, in both directions, *seconds_per_pair* each. No other
-    traffic may use the network meanwhile. *say* is called with each phase's name, on every rank.
+    traffic may use the network meanwhile. *on_progress* is called with each phase's name, on every rank.
     Raises `UsageError` if there is only one worker.
     """
     runtime.connect()
@@ -53,20 +53,20 @@ def measure(
             "--workers 2, or torchrun's options for several machines"
         )
     probe = _Probe(runtime, seconds_per_pair)
-    say("hosts")
+    on_progress("hosts")
     hosts, shared_cores = probe.hosts()
-    say("latency and goodput, pair by pair")
+    on_progress("latency and goodput, pair by pair")
     goodput, latency = probe.pairs.matrices(hosts)
     racks = find_racks(goodput, latency, hosts)
-    say("uplinks")
+    on_progress("uplinks")
     uplinks = probe.uplinks(racks, goodput)
-    say("all-reduces")
+    on_progress("all-reduces")
     all_reduce = probe.all_reduces([s for s in SIZES if s <= largest], shared_cores)
     beside = None
     if shared_cores is not None and shared_cores <= runtime.size:
-        say("all-reduces beside computing")
+        on_progress("all-reduces beside computing")
         beside = probe.message_while_computing(shared_cores)
-    say("compute speeds")
+    on_progress("compute speeds")
     return ProbeResult(
         runtime=runtime.name,
         hosts=hosts,

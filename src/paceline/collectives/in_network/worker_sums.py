@@ -157,7 +157,7 @@ class LossNotice:
         self._lock = threading.Lock()
         self._is_said = False
 
-    def say(self, comm: Communicator, text: str) -> None:
+    def report(self, comm: Communicator, text: str) -> None:
         """Log *text* on rank 0 of *comm*, unless a loss was reported before."""
         if comm.rank != 0:
             return
@@ -275,7 +275,7 @@ class SumQueue:
             except PeerLostError as error:
                 self._is_on_ring = True
                 text = f"{error}; its sums go around the ring of all workers"
-                self._losses.say(self._comm, text)
+                self._losses.report(self._comm, text)
         if self._session is not None:
             kept = values.copy()
             try:
@@ -306,7 +306,7 @@ class SumQueue:
             self._is_on_ring = True
             self._form_again(self._meet())
             text = f"{error}; sums go around the ring of all workers from now on"
-            self._losses.say(self._comm, text)
+            self._losses.report(self._comm, text)
         except BaseException as fault:
             self._broken = fault
             raise

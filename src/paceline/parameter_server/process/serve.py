@@ -153,14 +153,14 @@ def _survive_one(job: SurvivingJob) -> bool:
 
     Raises `SystemExit` if a signal has ended it.
     """
-    with _end_signals() as (stop, told):
+    with _end_signals() as (stop, received):
         for _ in job.run(stop):
             pass
     if job.service_sessions.all_have_ended_well:
         log.info("the training is over")
         return True
     if not job.service_sessions.all_have_departed:
-        number = told[0] if told else signal.SIGTERM
+        number = received[0] if received else signal.SIGTERM
         log.warning("%s: interrupted", signal.Signals(number).name)
         sys.exit(128 + number)
     _log_unfinished_workers(job)
@@ -188,22 +188,22 @@ def _end_signals() -> Iterator[tuple[int, list[int]]]:
 
     So a server ends between two messages, and its snapshot is consistent.
     """
-    told: list[int] = []
+    received: list[int] = []
     read, write = os.pipe()
     heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     open_end = [write]
 
-    def hear(number: int, _: object) -> None:
-        told.append(number)
+    def receive(number: int, _: object) -> None:
+        received.append(number)
         close()
 
     def close() -> None:
         while open_end:
             os.close(open_end.pop())
 
-    before = {number: signal.signal(number, hear) for number in heeded}
+    before = {number: signal.signal(number, receive) for number in heeded}
     try:
-        yield read, told
+        yield read, received
     finally:
         for number, how in before.items():
             signal.signal(number, how)

@@ -158,8 +158,8 @@ class EmulatedJob:
             try:
                 self._start(scratch, path)
                 return self._supervise()
-            except LauncherInterrupted as told:
-                return told.say()
+            except LauncherInterrupted as interruption:
+                return interruption.report()
             finally:
                 self._aggregators.forget()
                 end_all(

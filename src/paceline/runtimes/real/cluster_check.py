@@ -107,18 +107,18 @@ def agree_on_cluster(
 
 def choose_cluster(locations: Sequence[WorkerLocation]) -> Cluster | None:
     """Return the cluster of rank 0's file. Raises `ClusterError` if it does not fit the workers."""
-    told = [rank for rank, location in enumerate(locations) if location.file]
-    if not told:
+    with_file = [rank for rank, location in enumerate(locations) if location.file]
+    if not with_file:
         return None
     file = locations[0].file
     if not file:
         raise ClusterError(
-            f"{CLUSTER_VARIABLE}: rank {told[0]} is told of a cluster, "
-            f"{locations[told[0]].file}, and rank 0 is not: set it for rank 0, whose file counts "
+            f"{CLUSTER_VARIABLE}: rank {with_file[0]} has a cluster file, "
+            f"{locations[with_file[0]].file}, and rank 0 is not: set it for rank 0, whose file counts "
             "for all, or for every rank"
         )
     cluster = load_of(file, len(locations))
-    for rank in told:
+    for rank in with_file:
         if locations[rank].digest not in ("", _digest(cluster)):
             raise ClusterError(
                 f"cluster {file}: rank 0's is another one than rank {rank}'s, "

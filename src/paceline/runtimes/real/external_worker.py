@@ -86,8 +86,8 @@ def exec_as_worker(
     check(server, os.environ, options.method)
     size = fetch_world_size(server, place.rank, place.size, os.environ)
     # Keep other variables of the launcher, such as LOCAL_RANK.
-    told = replace(place, size=size).to_environment() | os.environ
-    environment = told | environment_of(server, place.rank, size)
+    launcher = replace(place, size=size).to_environment() | os.environ
+    environment = launcher | environment_of(server, place.rank, size)
     # Only the JSON object goes to standard output.
     if options.json:
         sys.stdout.flush()
@@ -110,24 +110,24 @@ def place_of(
     _check_server(server)
     if rank is not None and workers is not None:
         return launchers.Place(rank=rank, size=workers)
-    said = _said(environment, server, rank)
-    if rank is None and said is None:
+    launched = _place_from_launcher(environment, server, rank)
+    if rank is None and launched is None:
         raise UsageError(
             "--rank: no launcher's variables say which worker this is: give --rank R, or set RANK"
         )
-    size = 0 if said is None else said.size
+    size = 0 if launched is None else launched.size
     if workers is not None and size not in (0, workers):
         raise UsageError(
             f"--workers {workers}, but the launcher's variables name {size} workers: give --rank, "
             "too, if the variables belong to another job"
         )
-    place = said or launchers.Place(rank=0, size=0)
+    place = launched or launchers.Place(rank=0, size=0)
     return replace(
         place, rank=place.rank if rank is None else rank, size=workers or size
     )
 
 
-def _said(
+def _place_from_launcher(
     environment: Mapping[str, str], server: str, given: int | None
 ) -> launchers.Place | None:
     """Return the place in the launcher's variables, among which RANK may be alone.
@@ -217,44 +217,44 @@ def connect_with_retry(
     """
     waiting = time.monotonic() + timeouts.server_listen
     contested: float | None = None
-    said: set[str] = set()
+    reported: set[str] = set()
     while True:
         if _wait_for_listener(name, host, port, rank, waiting):
             contested = None  # It may be another server.
         try:
             return connect()
         except (PeerLostError, UsageError) as error:
-            words, now = str(error), time.monotonic()
-            if IS_HERE in words or BEFORE_IT_STOOD in words:
+            message, now = str(error), time.monotonic()
+            if IS_HERE in message or BEFORE_IT_STOOD in message:
                 contested = now if contested is None else contested
                 limit = (
-                    timeouts.rank_taken if IS_HERE in words else timeouts.server_close
+                    timeouts.rank_taken if IS_HERE in message else timeouts.server_close
                 )
                 if now > contested + limit:
                     raise
             elif isinstance(error, UsageError) or now > waiting:
                 raise
             # The server, or its network, has just failed: wait for it.
-            if isinstance(error, PeerLostError) and words not in said:
-                said.add(words)
-                _say(f"worker {rank} tries again: {words}")
-            taken = IS_HERE in words
+            if isinstance(error, PeerLostError) and message not in reported:
+                reported.add(message)
+                _report(f"worker {rank} tries again: {message}")
+            taken = IS_HERE in message
         Event().wait(timeouts.rank_retry if taken else timeouts.server_retry)
 
 
-def _say(words: str) -> None:
-    print(f"paceline: {words}", file=sys.stderr, flush=True)
+def _report(text: str) -> None:
+    print(f"paceline: {text}", file=sys.stderr, flush=True)
 
 
 def _wait_for_listener(
     name: str, host: str, port: int, rank: int, deadline: float
 ) -> bool:
     """Wait for a listener; return whether there was none at first."""
-    said = False
+    waited = False
     while True:
         try:
             socket.create_connection((host, port), timeouts.hello).close()
-            return said
+            return waited
         except OSError as error:
             where = f"{name} at {host}:{port}"
             if time.monotonic() > deadline:
@@ -262,7 +262,7 @@ def _wait_for_listener(
                     f"{where}: no server has listened there for {timeouts.server_listen:.0f} s ({error}): "
                     "is `paceline serve --survive` running there, or is the job over?"
                 ) from None
-            if not said:
-                _say(f"worker {rank} waits for {where}: {error}")
-                said = True
+            if not waited:
+                _report(f"worker {rank} waits for {where}: {error}")
+                waited = True
         Event().wait(timeouts.server_retry)

@@ -111,9 +111,9 @@ def launch(
             name = error.sigval.name
             print(f"paceline: {name}: all workers were ended", file=sys.stderr)
             return 128 + error.sigval
-        except LauncherInterrupted as told:
+        except LauncherInterrupted as interruption:
             # The signal arrived before torchrun installed its signal handlers.
-            return told.say()
+            return interruption.report()
         except (
             RendezvousError,
             RuntimeError,

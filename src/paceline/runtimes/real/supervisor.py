@@ -161,8 +161,8 @@ class Supervisor:
         ]
         try:
             self._supervise()
-        except LauncherInterrupted as told:
-            return told.say()
+        except LauncherInterrupted as interruption:
+            return interruption.report()
         finally:
             self._processes.stop()
             self._servers.close()

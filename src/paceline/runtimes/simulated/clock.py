@@ -528,13 +528,13 @@ class Watchdog:
         """
         try:
             self._watch(over)
-        except (KeyboardInterrupt, SystemExit) as told:
-            self._clock.interrupt(told)
+        except (KeyboardInterrupt, SystemExit) as interruption:
+            self._clock.interrupt(interruption)
             if not over.wait(min(self._patience, timeouts.terminate)):
                 # The worker sleeps or computes, and cannot be interrupted.
                 number = (
-                    told.number
-                    if isinstance(told, LauncherInterrupted)
+                    interruption.number
+                    if isinstance(interruption, LauncherInterrupted)
                     else signal.SIGINT
                 )
                 name = signal.Signals(number).name

@@ -81,7 +81,7 @@ class MessageTrace:
         if observe is None or worker.worker >= self._workers:
             return arrived
 
-        def told() -> None:
+        def arrived_and_recorded() -> None:
             connection = (way, worker.worker, worker.channel)
             start = max(begins, self._arrivals.get(connection, begins))
             self._arrivals[connection] = now = self._clock.now
@@ -89,7 +89,7 @@ class MessageTrace:
             observe(Span(worker.worker, f"{way} {self._name}", name, start, now))
             arrived()
 
-        return told
+        return arrived_and_recorded
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,7 @@ class Log(Protocol):
         """Print a decision, and save it."""
         ...
 
-    def say(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         """Print a sentence."""
         ...
 
@@ -243,11 +243,13 @@ class Controller:
             yield from self._watch()
             changed = f"auto: a step takes {show_seconds(self._usual)}, and took {show_seconds(before)}: "
             if left:
-                self._log.say(changed + "deciding again")
+                self._log.report(changed + "deciding again")
                 self.steady = False
                 yield from self._decide()
             else:
-                self._log.say(changed + f"that happens often, and {self.present} stays")
+                self._log.report(
+                    changed + f"that happens often, and {self.present} stays"
+                )
 
     # ---- the decision of an earlier run ----
 
@@ -275,7 +277,7 @@ class Controller:
                 Decision(chosen=self.present, step_seconds=self._usual, recalled=True)
             )
             return True
-        self._log.say(
+        self._log.report(
             f"auto: a step with {self.present} takes {show_seconds(self._usual)}, and took "
             f"{show_seconds(seconds)} in the earlier run: deciding again"
         )

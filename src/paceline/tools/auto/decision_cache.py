@@ -211,9 +211,9 @@ class DecisionLog:
         try:
             self.cache.save(decision, self.cluster, "\n".join(lines))
         except UsageError as error:
-            self.say(f"auto: the decision is not saved: {error}")
+            self.report(f"auto: the decision is not saved: {error}")
 
-    def say(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         """Print a sentence."""
         if self._runtime.rank == 0:
             self._print([sentence])

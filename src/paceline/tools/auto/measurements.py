@@ -143,7 +143,7 @@ class TrainingMeasurements:
         try:
             self._recalled = self._log.cache.load()
         except UsageError as error:
-            self._log.say(f"auto: deciding anew: {error}")
+            self._log.report(f"auto: deciding anew: {error}")
         if self._recalled is None:
             return "", 0.0
         return self._recalled.spec, self._recalled.seconds
@@ -157,7 +157,7 @@ class TrainingMeasurements:
             before = parse_cluster(self._recalled.cluster)
             same = known == before if known is not None else links_alike(rates, before)
             if not same:
-                self._log.say(
+                self._log.report(
                     "auto: deciding anew: the network is not that of the earlier run"
                 )
         return not self._sums([float(not same)])[0]

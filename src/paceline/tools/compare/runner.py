@@ -172,7 +172,7 @@ def run_variants(
     *,
     at_once: int,
     begin: Callable[[str, Path], Callable[[], None]],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[VariantRun]:
     """Run each variant in a process of its own, and merge the records of the successful ones.
 
@@ -183,7 +183,7 @@ def run_variants(
         at_once: Number of variants that run at the same time.
         begin: Shows that a variant runs: takes its name and the file of its progress; returns a
             function that ends the display.
-        say: Prints a permanent line, such as the errors of a failed variant.
+        report: Prints a permanent line, such as the errors of a failed variant.
     """
     running: list[subprocess.Popen[str]] = []
     interrupted = threading.Event()
@@ -201,7 +201,7 @@ def run_variants(
             environment = {FILE_VARIABLE: str(file), **as_launcher()}
             outcome, errors = run_variant(variant, training, environment, started)
             if isinstance(outcome, FailedRun) and not interrupted.is_set():
-                say(f"{errors.strip()}\npaceline: variant {variant.spec!r} failed")
+                report(f"{errors.strip()}\npaceline: variant {variant.spec!r} failed")
             end()
             return outcome
 

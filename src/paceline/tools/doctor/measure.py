@@ -62,7 +62,7 @@ class Examination:
         runtime: This worker's runtime.
         deliver: Called on rank 0 with the evidence, once the script has ended without an error.
         seconds: Duration for each pair of hosts and direction.
-        say: Called on rank 0 with the name of the next measurement.
+        on_progress: Called on rank 0 with the name of the next measurement.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Examination:
         deliver: Callable[[Evidence], None],
         *,
         seconds: float = 0.1,
-        say: Callable[[str], None] = lambda text: None,
+        on_progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._runtime, self._deliver, self._seconds = runtime, deliver, seconds
-        self._say = say
+        self._on_progress = on_progress
         self._model: torch.nn.Module | None = None
         self._watch: StepWatch | None = None
         self._profiler: StepProfiler | None = None
@@ -98,20 +98,20 @@ class Examination:
 
     def _examine(self) -> None:
         """Measure. Collective: the script has ended on all workers."""
-        runtime, say = self._runtime, self._say
+        runtime, on_progress = self._runtime, self._on_progress
         threads = torch.get_num_threads()
         runtime.connect()
         found = measure_network(
             runtime,
             self._seconds,
-            lambda text: say(text) if runtime.rank == 0 else None,
+            lambda text: on_progress(text) if runtime.rank == 0 else None,
         )
-        said = [
+        reports = [
             msgspec.json.decode(text, type=_WorkerReport)
             for text in gather_bytes(msgspec.json.encode(self._report(threads)), CPU)
         ]
         if runtime.rank == 0:
-            self._deliver(_evidence(runtime, found, said))
+            self._deliver(_evidence(runtime, found, reports))
         self.is_over = True
 
     def _report(self, threads: int) -> _WorkerReport:
@@ -152,7 +152,7 @@ class Examination:
 
 
 def _evidence(
-    runtime: Runtime, found: NetworkEvidence, said: Sequence[_WorkerReport]
+    runtime: Runtime, found: NetworkEvidence, reports: Sequence[_WorkerReport]
 ) -> Evidence:
     probe = found.probe
     names = probe.names or [""] * runtime.size
@@ -165,7 +165,7 @@ def _evidence(
             speed=probe.speeds[rank],
             other_load=one.busy,
         )
-        for rank, one in enumerate(said)
+        for rank, one in enumerate(reports)
     )
     return Evidence(
         runtime=runtime.name,
@@ -173,24 +173,24 @@ def _evidence(
         paths=found.paths,
         concurrent=found.concurrent,
         cluster=cluster_toml(infer_cluster(probe)),
-        workload=_median_workload(said),
-        spec=said[0].spec,
+        workload=_median_workload(reports),
+        spec=reports[0].spec,
         shared_cores=probe.shared_cores,
-        notes=_cautions(runtime, said),
+        notes=_cautions(runtime, reports),
     )
 
 
-def _cautions(runtime: Runtime, said: Sequence[_WorkerReport]) -> tuple[str, ...]:
+def _cautions(runtime: Runtime, reports: Sequence[_WorkerReport]) -> tuple[str, ...]:
     """Reasons why the observed steps may not represent later ones."""
-    step = said[0].worker.step
+    step = reports[0].worker.step
     if step is None or step.steady:
         return ()
     return (not_steady(runtime.recorder.step_count, runtime.recorder),)
 
 
-def _median_workload(said: Sequence[_WorkerReport]) -> Workload | None:
+def _median_workload(reports: Sequence[_WorkerReport]) -> Workload | None:
     """The workload of the worker with the median time."""
-    known = [one.workload for one in said if one.workload is not None]
+    known = [one.workload for one in reports if one.workload is not None]
     known.sort(key=lambda one: one.forward_seconds + one.backward_seconds + one.update)
     return known[len(known) // 2] if known else None
 
@@ -222,19 +222,19 @@ class NetworkEvidence:
 
 
 def measure_network(
-    runtime: Runtime, seconds: float, say: Callable[[str], None]
+    runtime: Runtime, seconds: float, on_progress: Callable[[str], None]
 ) -> NetworkEvidence:
     """Measure the network between the workers' hosts. Collective; the same on every rank.
 
     Args:
         runtime: This worker's runtime.
         seconds: Duration for each pair of hosts and direction, in the first round.
-        say: Called with the name of the next measurement.
+        on_progress: Called with the name of the next measurement.
 
     Raises:
         UsageError: There is only one worker.
     """
-    probe = measure(runtime, seconds_per_pair=seconds, say=say)
+    probe = measure(runtime, seconds_per_pair=seconds, on_progress=on_progress)
     hosts = list(dict.fromkeys(probe.hosts))
     leaders = [probe.hosts.index(host) for host in hosts]
     pairs = PairProbe(runtime, seconds)
@@ -248,7 +248,7 @@ def measure_network(
     repeated = _repeated(leaders)
     flows = [*repeated, *_doubtful(rates, repeated)]
     for number in range(REPEATS):
-        say(f"links again, round {number + 2} of {REPEATS + 1}")
+        on_progress(f"links again, round {number + 2} of {REPEATS + 1}")
         found = pairs.remeasure(flows, [rates[flow][0] for flow in flows])
         for (a, b), one in zip(flows, found, strict=True):
             rates[a, b].append(one.rate)
@@ -476,10 +476,12 @@ def main() -> None:
         part.write_bytes(evidence.to_json())
         os.replace(part, options.output)
 
-    def say(text: str) -> None:
+    def on_progress(text: str) -> None:
         print(f"doctor: {text}", file=sys.stderr, flush=True)
 
-    examination = Examination(runtime, write, seconds=options.seconds_per_pair, say=say)
+    examination = Examination(
+        runtime, write, seconds=options.seconds_per_pair, on_progress=on_progress
+    )
     if options.script is None:
         runtime.connect()
         # The cluster's rules apply from the start of a training.

@@ -117,7 +117,7 @@ class Upgrade(NamedTuple):
 
 UNLIMITED = Upgrade()
 
-Told = Callable[[str, int], None]
+OnProgress = Callable[[str, int], None]
 """Receives a collective's name, and the number of upgraded switches."""
 
 
@@ -140,7 +140,7 @@ def plan_upgrades(
     cluster: Cluster,
     workload: Workload,
     upgrade: Upgrade = UNLIMITED,
-    told: Told = lambda name, switches: None,
+    on_progress: OnProgress = lambda name, switches: None,
 ) -> UpgradePlan:
     """Rank the racks of *cluster* for training *workload*.
 
@@ -148,7 +148,7 @@ def plan_upgrades(
         cluster: Racks that aggregate already come first, and stay as they are.
         workload: Gradient sizes and compute times.
         upgrade: The upgraded switch.
-        told: Called before each number of switches.
+        on_progress: Called before each number of switches.
 
     Raises:
         UsageError: The cluster has one worker.
@@ -164,7 +164,7 @@ def plan_upgrades(
         ready=len(aggregating_racks(cluster)),
         compute_seconds=pace * workload.ready_seconds[-1],
         options={
-            option.name: _steps(option, cluster, workload, upgrade, told)
+            option.name: _steps(option, cluster, workload, upgrade, on_progress)
             for option in collective_options(cluster)
         },
     )
@@ -197,12 +197,12 @@ def _steps(
     cluster: Cluster,
     workload: Workload,
     upgrade: Upgrade,
-    told: Told,
+    on_progress: OnProgress,
 ) -> tuple[UpgradeStep, ...]:
     chosen = tuple(sorted(aggregating_racks(cluster)))
     found = [upgrade_step(option, cluster, workload, chosen, upgrade)]
     while option.upgrades and len(chosen) < len(cluster.racks):
-        told(option.name, len(chosen) + 1)
+        on_progress(option.name, len(chosen) + 1)
         tried = [
             upgrade_step(option, cluster, workload, (*chosen, rack), upgrade)
             for rack in _different(cluster, chosen)
