@@ -131,8 +131,8 @@ def compare(
             compute = o.make_compute(workload, forward, backward, jitter, seed)
             measures = not any((workload, forward, backward))
             if measures:
-                said = _measured(script, arguments, described, compute, seed)
-                measures, shared = not said, shared | said
+                measured = _measured(script, arguments, described, compute, seed)
+                measures, shared = not measured, shared | measured
     variants = _variants(method, plan)
     # Otherwise files of the last comparison would seem to belong to this one.
     clear(str(output))

@@ -325,20 +325,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if not job.loops:
             raise self._ended()
         job.ended = True
-        self._say("; the script continues after its loop over paceline.steps()")
+        self._report("; the script continues after its loop over paceline.steps()")
 
     def _ended(self) -> TrainingEnded:
         """The exception that leaves the script's loop.
 
         Code after the loop does not run. The printed line says so, before a user misses a file.
         """
-        self._say(
+        self._report(
             f", in optimizer.step(){_where_in_script()}; code after the training loop was "
             "not run (a loop `for batch in paceline.steps(loader)` ends by itself)"
         )
         return TrainingEnded(0)
 
-    def _say(self, how: str) -> None:
+    def _report(self, how: str) -> None:
         options = self._runtime.registry.options
         if self._runtime.rank == 0 and options.tells and options.profile is None:
             words = f"paceline: ended after {self._done} steps, as --steps asked{how}"

@@ -83,8 +83,8 @@ def shows_mean(method: str | Method | None) -> bool:
     """Whether ``.grad`` holds the mean under *method*, or under the command line's method. Not under ``auto``,
     which may change it."""
     runtime = current_runtime()
-    said = None if runtime is None else runtime.registry.options.method
-    chosen = said or method or "bsp"
+    requested = None if runtime is None else runtime.registry.options.method
+    chosen = requested or method or "bsp"
     if isinstance(chosen, str):
         if spec.parse(chosen).name == "auto":
             return False

@@ -274,8 +274,8 @@ def _failure(call: Any, rank: int) -> WorkerFailedError | UsageError | None:
         cause = error.cause
         while isinstance(cause, ray.exceptions.RayTaskError):  # another actor's
             cause = cause.cause
-        words = f"{name} failed with {type(cause).__name__}: {cause}"
-        failure = WorkerFailedError(words, rank)
+        message = f"{name} failed with {type(cause).__name__}: {cause}"
+        failure = WorkerFailedError(message, rank)
         failure.__cause__ = cause
         return failure
     except ray.exceptions.RayError as error:

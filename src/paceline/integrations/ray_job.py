@@ -239,12 +239,12 @@ def actor_name(job: str, kind: type) -> str:
 def protection(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that protect the server's connections: those of *environment*, else a secret for this job
     alone. With a secret connections are encrypted (see `transport.security`)."""
-    said = {
+    variables = {
         name: environment[name] for name in (SECRET, TRUSTED) if environment.get(name)
     }
-    if not said:
-        said = {SECRET: secrets.token_hex(32)}
-    return {**said, TOKEN: secrets.token_hex(16)}
+    if not variables:
+        variables = {SECRET: secrets.token_hex(32)}
+    return {**variables, TOKEN: secrets.token_hex(16)}
 
 
 # ---- the coordinator, without Ray ----
@@ -412,8 +412,8 @@ class Coordinator:
 def is_consequence(error: BaseException | None) -> bool:
     """Whether *error* only means that the server is lost, or has evicted this incarnation."""
     while error is not None:
-        words = str(error)
-        if isinstance(error, PeerLostError) or any(one in words for one in _EVICTED):
+        message = str(error)
+        if isinstance(error, PeerLostError) or any(one in message for one in _EVICTED):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -279,13 +279,16 @@ class KeepAlive(msgspec.Struct, tag="keep-alive", kw_only=True):
     moved_away: bool = False
 
 
-class Say(msgspec.Struct, tag="say", kw_only=True):
-    """A request to a service that is not a parameter server, in *words* that both ends decode.
+class ServiceRequest(msgspec.Struct, tag="say", kw_only=True):
+    """A request to a service that is not a parameter server. Reply: `ServiceReply`.
 
-    Example: an aggregator's round and its racks' numbers. Reply: `Said`.
+    Example: an aggregator's round and its racks' numbers.
+
+    Attributes:
+        content: The request, in an encoding that the service defines.
     """
 
-    words: bytes = b""
+    content: bytes = b""
 
 
 class PeerAddress(msgspec.Struct, kw_only=True):
@@ -409,10 +412,14 @@ class Reduced(msgspec.Struct, tag="reduced", kw_only=True):
     """The payload is the result."""
 
 
-class Said(msgspec.Struct, tag="said", kw_only=True):
-    """A service's reply to `Say`, in *words* that its kind defines."""
+class ServiceReply(msgspec.Struct, tag="said", kw_only=True):
+    """A service's reply to `ServiceRequest`.
 
-    words: bytes = b""
+    Attributes:
+        content: The reply, in an encoding that the service defines.
+    """
+
+    content: bytes = b""
 
 
 class Done(msgspec.Struct, tag="done", kw_only=True):
@@ -644,7 +651,7 @@ Request = (
     | Leave
     | Reduce
     | KeepAlive
-    | Say
+    | ServiceRequest
     | Describe
     | PeerRequest
 )
@@ -657,7 +664,7 @@ ReplyMessage = (
     | Buffers
     | OptimizerState
     | Reduced
-    | Said
+    | ServiceReply
     | PeerReply
     | Done
     | Rejected

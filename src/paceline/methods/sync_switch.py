@@ -113,17 +113,17 @@ class SyncSwitchWorker(PushPullWorker):
         self.parameters_replaced()
 
     def _report(self, bucket: Bucket) -> bytes:
-        return _written(self.before)
+        return _encode_steps(self.before)
 
     def parameters_replaced(self) -> None:
         """Take *before* from the servers' notices: a restarted worker does not know it."""
         remote = self.run.remote
-        words = [
+        notices = [
             server.notice
             for bucket in self.run.buckets
             for server in remote.notices(bucket.index)
         ]
-        self.before = max([self.before, *map(_read, words)])
+        self.before = max([self.before, *map(_decode_steps, notices)])
 
     def save_state(self) -> dict[str, Any]:
         return {"steps": self.before + self.step}
@@ -215,22 +215,24 @@ class BSPThenASP(Discipline):
         self._ended = Counter(dict.fromkeys(shard.buckets, step))
 
     def decode_report(self, shard: Shard, report: bytes) -> int:
-        return _read(report)
+        return _decode_steps(report)
 
     def notice(self, bucket: int) -> bytes:
-        return _written(self._before)
+        return _encode_steps(self._before)
 
 
-def _written(before: int) -> bytes:
+def _encode_steps(before: int) -> bytes:
     """Encode *before*; empty for 0, so that nothing is sent."""
     return str(before).encode() if before else b""
 
 
-def _read(words: bytes) -> int:
-    if not words:
+def _decode_steps(steps: bytes) -> int:
+    """Decode the number that `_encode_steps` was given; raise `UsageError` for other bytes."""
+    if not steps:
         return 0
-    if not words.isdigit() or len(words) > 18:
+    if not steps.isdigit() or len(steps) > 18:
         raise UsageError(
-            f"sync-switch: expected a number of steps as a worker's report, got {words!r}"
+            f"sync-switch: expected a number of steps as a worker's report, got {steps!r}. Run one "
+            "version of paceline on all hosts"
         )
-    return int(words)
+    return int(steps)

@@ -47,18 +47,18 @@ def warn_of_process_group(rank: int) -> None:
     if rank != 0:
         return
     if dist.is_initialized():
-        _say(rank)
+        _report(rank)
         return
     init = dist.init_process_group
 
     @functools.wraps(init)
     def init_process_group(*arguments: Any, **keywords: Any) -> None:
         dist.init_process_group = init
-        _say(rank)
+        _report(rank)
         init(*arguments, **keywords)
 
     dist.init_process_group = init_process_group
 
 
-def _say(rank: int) -> None:
+def _report(rank: int) -> None:
     print(WARNING.format(rank=rank), file=sys.stderr, flush=True)

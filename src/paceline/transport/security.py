@@ -141,8 +141,8 @@ def from_secret(secret: str) -> Security:
 
 def derived(key: bytes, purpose: str) -> str:
     """Return a token or signature for *purpose*, which only holders of *key* can make."""
-    words = f"paceline {purpose}".encode()
-    return hmac.new(key, words, hashlib.sha256).hexdigest()[:32]
+    message = f"paceline {purpose}".encode()
+    return hmac.new(key, message, hashlib.sha256).hexdigest()[:32]
 
 
 def job_key(environment: Mapping[str, str] | None = None) -> bytes | None:

@@ -20,7 +20,7 @@ from paceline.interfaces.server_messages import (
     Reduce,
     Reduced,
     Rejected,
-    Say,
+    ServiceRequest,
 )
 from paceline.parameter_server.process import services
 from paceline.parameter_server.process.host import ServerHost
@@ -219,7 +219,7 @@ def test_other_services_wait_until_a_server_is_described(process):
 def test_a_parameter_server_of_another_kind_of_words():
     machine = make_parameter_server(1, "server")
     machine.on_request(Sender(0, 0, "", 0), Join(options=""), None, 0.0)
-    for number, message in enumerate((description(), Say()), start=1):
+    for number, message in enumerate((description(), ServiceRequest()), start=1):
         sender = Sender(0, 0, "", number)
         ((_, answer, _),) = machine.on_request(sender, message, None, 0.0)
         assert "expected a request of a parameter server" in answer.reason

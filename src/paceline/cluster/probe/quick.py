@@ -99,8 +99,8 @@ def _hosts(runtime: Runtime, device: torch.device) -> tuple[list[int], int | Non
 
     If all workers are on one host, loopback is the network, and each worker counts as a host.
     """
-    said = gather_bytes(msgspec.json.encode(worker_location()), device)
-    locations = [msgspec.json.decode(one, type=WorkerLocation) for one in said]
+    encoded = gather_bytes(msgspec.json.encode(worker_location()), device)
+    locations = [msgspec.json.decode(one, type=WorkerLocation) for one in encoded]
     order = list(dict.fromkeys(one.host for one in locations))
     hosts = [order.index(one.host) for one in locations]
     if len(order) == 1:

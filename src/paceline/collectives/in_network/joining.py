@@ -44,7 +44,7 @@ from paceline.collectives.in_network.topology import (
     next_of,
 )
 from paceline.collectives.in_network.wire import (
-    WORDS_BYTES,
+    MOST_TEXT_BYTES,
     Address,
     Connection,
     Granted,
@@ -54,10 +54,10 @@ from paceline.collectives.in_network.wire import (
     ProtocolError,
     Registration,
     Terms,
+    decode_json,
     is_proven,
     proof_of,
-    words_frame,
-    words_of,
+    text_frame,
 )
 from paceline.errors import PeerLostError, UsageError
 from paceline.timeouts import timeouts
@@ -126,9 +126,11 @@ class Joining(ABC):
             return Card()
 
         try:
-            cards = self._tell(exchange, self._attempt(self._open))
-            cards = self._tell(exchange, self._attempt(lambda: self._register(cards)))
-            self._tell(exchange, self._attempt(finish))
+            cards = self._exchange_cards(exchange, self._attempt(self._open))
+            cards = self._exchange_cards(
+                exchange, self._attempt(lambda: self._register(cards))
+            )
+            self._exchange_cards(exchange, self._attempt(finish))
         except BaseException:
             for session in sessions:
                 session.close(well=False)
@@ -167,10 +169,10 @@ class Joining(ABC):
             lost = not isinstance(error, UsageError)
             return Card(fault=str(error) or type(error).__name__, lost=lost)
 
-    def _tell(self, exchange: Exchange, card: Card) -> list[Card]:
+    def _exchange_cards(self, exchange: Exchange, card: Card) -> list[Card]:
         """Exchange cards; raise the fault of any rank."""
-        said = exchange(msgspec.json.encode(card))
-        cards = [msgspec.json.decode(words, type=Card) for words in said]
+        encoded = exchange(msgspec.json.encode(card))
+        cards = [msgspec.json.decode(one, type=Card) for one in encoded]
         faults = [other for other in cards if other.fault]
         for other in sorted(faults, key=lambda other: other.lost):  # causes first
             raise (PeerLostError if other.lost else UsageError)(other.fault)
@@ -268,9 +270,9 @@ class JoinRing(Joining):
             at.send_hello("agent", self._number, self._name, terms)
             self._take_before(at)
         else:
-            said = cards[self._before.ranks[0]]
+            first = cards[self._before.ranks[0]]
             name = f"rank {self._before.ranks[0]}"
-            at = self._registration(said.listens, name, said.nonce)
+            at = self._registration(first.listens, name, first.nonce)
             at.send_hello("agent", self._number, self._name, terms)
             self._to_before = at  # it answers once all have registered
         return card
@@ -328,7 +330,7 @@ class JoinRing(Joining):
                     )
                 granted = Granted(window=WINDOW, chunk_bytes=CHUNK_BYTES)
                 granted.proof = proof_of(self._job.token, hello.nonce, granted)
-                connection.put(words_frame(Kind.GRANTED, granted))
+                connection.put(text_frame(Kind.GRANTED, granted))
                 connection.flush()
                 name = f"rank {behind.ranks[hello.number]}"
                 found[hello.number] = Peer(connection, name)
@@ -497,7 +499,7 @@ def _read_hello(
     *begun*: by connection, the payload that is being read. Raises `EOFError`, `OSError` and
     `ProtocolError`.
     """
-    header = connection.read_header(WORDS_BYTES)
+    header = connection.read_header(MOST_TEXT_BYTES)
     if header is None:
         return None
     if header.kind != Kind.HELLO:
@@ -505,9 +507,9 @@ def _read_hello(
     payload = begun[connection]
     if payload is None:
         payload = begun[connection] = bytearray(header.size)
-    if not connection.read_payload(memoryview(payload), WORDS_BYTES):
+    if not connection.read_payload(memoryview(payload), MOST_TEXT_BYTES):
         return None
-    return words_of(payload, Hello)
+    return decode_json(payload, Hello)
 
 
 def own_host(address: Address) -> str:

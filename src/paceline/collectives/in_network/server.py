@@ -31,8 +31,8 @@ from paceline.collectives.in_network.aggregator import (
 )
 from paceline.collectives.in_network.wire import (
     CONTRIBUTIONS,
+    MOST_TEXT_BYTES,
     VERSION,
-    WORDS_BYTES,
     Address,
     Challenge,
     Connection,
@@ -47,11 +47,11 @@ from paceline.collectives.in_network.wire import (
     Terms,
     bytes_of,
     check_may_be_read,
+    decode_json,
     frame,
     is_proven,
     proof_of,
-    words_frame,
-    words_of,
+    text_frame,
 )
 from paceline.errors import UsageError
 from paceline.timeouts import timeouts
@@ -83,7 +83,7 @@ class _Link:
         self.job: _ServedJob | None = None
         self.key: Any = None
         self.name = "a stranger"
-        self.most = WORDS_BYTES
+        self.most = MOST_TEXT_BYTES
         """Bytes of the largest frame that it may send."""
         self.scratch: Integers | bytearray | None = None
         self.waiting: list[Frame] | None = None
@@ -250,7 +250,7 @@ class AggregatorServer:
     def _read(self, link: _Link) -> None:
         connection = link.connection
         if link.is_ending:
-            if not connection.socket.recv(WORDS_BYTES):
+            if not connection.socket.recv(MOST_TEXT_BYTES):
                 raise EOFError
             return
         frames = 0
@@ -340,14 +340,14 @@ class AggregatorServer:
         self._links[link] = None
         self._put(
             link,
-            words_frame(Kind.CHALLENGE, Challenge(version=VERSION, nonce=link.nonce)),
+            text_frame(Kind.CHALLENGE, Challenge(version=VERSION, nonce=link.nonce)),
         )
 
     def _handle_message(self, link: _Link, header: Header, payload: bytes) -> None:
         if isinstance(link.key, ParentLink) and link.waiting is not None:
             self._handle_parent_message(link, header, payload)
         elif header.kind == Kind.HELLO and link.job is None:
-            self._welcome(link, words_of(payload, Hello))
+            self._welcome(link, decode_json(payload, Hello))
         elif header.kind == Kind.GOODBYE and link.job is not None:
             self._depart(link)
         elif header.kind == Kind.LOST and isinstance(link.key, ParentLink):
@@ -381,7 +381,7 @@ class AggregatorServer:
             job.job.workers.append(link.key)
         granted = Granted(window=job.job.window, chunk_bytes=job.job.chunk_bytes)
         granted.proof = proof_of(self._token, hello.nonce, granted)
-        self._put(link, words_frame(Kind.GRANTED, granted))
+        self._put(link, text_frame(Kind.GRANTED, granted))
 
     def _job_for(self, terms: Terms) -> _ServedJob:
         job = self.pool.job_for(terms)
@@ -393,7 +393,7 @@ class AggregatorServer:
 
     def _refuse(self, link: _Link, reason: str) -> None:
         self.counts["refused: hellos"] += 1
-        self._put(link, words_frame(Kind.REFUSED, reason))
+        self._put(link, text_frame(Kind.REFUSED, reason))
         self._end_after_words(link)
 
     def _depart(self, link: _Link) -> None:
@@ -434,7 +434,7 @@ class AggregatorServer:
             if isinstance(other.key, ParentLink):
                 self._drop(other)
             else:
-                self._put(other, words_frame(Kind.LOST, reason))
+                self._put(other, text_frame(Kind.LOST, reason))
                 self._end_after_words(other)
 
     def _forget(self, job: _ServedJob) -> None:
@@ -496,7 +496,7 @@ class AggregatorServer:
         assert isinstance(link.key, ParentLink)
         parent = job.known_parents[link.key.number]
         if header.kind == Kind.CHALLENGE:
-            challenge = words_of(payload, Challenge)
+            challenge = decode_json(payload, Challenge)
             hello = Hello(
                 role="aggregator",
                 number=parent.number,
@@ -505,10 +505,10 @@ class AggregatorServer:
                 nonce=link.nonce,
             )
             hello.proof = proof_of(self._token, challenge.nonce, hello)
-            link.connection.put(words_frame(Kind.HELLO, hello))
+            link.connection.put(text_frame(Kind.HELLO, hello))
             self._flush(link)
         elif header.kind == Kind.GRANTED:
-            granted = words_of(payload, Granted)
+            granted = decode_json(payload, Granted)
             if not is_proven(self._token, link.nonce, granted):
                 raise ProtocolError("has not shown that it has the token")
             waiting, link.waiting = link.waiting or [], None

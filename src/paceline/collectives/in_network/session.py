@@ -17,7 +17,7 @@ import numpy as np
 from paceline.collectives.in_network.server import ServerThread
 from paceline.collectives.in_network.stages import RingSum, Stages, chunk_elements
 from paceline.collectives.in_network.wire import (
-    WORDS_BYTES,
+    MOST_TEXT_BYTES,
     Connection,
     Header,
     IntegerOperation,
@@ -250,9 +250,9 @@ class Session:
 
     def _header(self, peer: Peer) -> Header | None:
         try:
-            header = peer.connection.read_header(WORDS_BYTES)
+            header = peer.connection.read_header(MOST_TEXT_BYTES)
             if header is not None and header.kind == Kind.LOST:
-                raise self._told(peer, header)
+                raise self._reported_loss(peer, header)
             return header
         except (OSError, EOFError) as error:
             raise self._lost(peer, error) from None
@@ -263,7 +263,7 @@ class Session:
         if header.size != into.nbytes:
             raise self._unexpected(peer, header)
         try:
-            return peer.connection.read_payload(bytes_of(into), WORDS_BYTES)
+            return peer.connection.read_payload(bytes_of(into), MOST_TEXT_BYTES)
         except (OSError, EOFError) as error:
             raise self._lost(peer, error) from None
 
@@ -276,17 +276,18 @@ class Session:
     def _lost(self, peer: Peer, error: Exception) -> PeerLostError:
         """The error for an ended connection: the other end's LOST message, or else how it ended."""
         with contextlib.suppress(OSError, EOFError, ProtocolError):
-            header = peer.connection.read_header(WORDS_BYTES)
+            header = peer.connection.read_header(MOST_TEXT_BYTES)
             if header is not None and header.kind == Kind.LOST:
-                return self._told(peer, header)
+                return self._reported_loss(peer, header)
         fault = error if isinstance(error, OSError) else None
         return PeerLostError(f"{peer.name} {liveness.how_it_ended(fault)}")
 
-    def _told(self, peer: Peer, header: Header) -> PeerLostError:
-        said = bytearray(header.size)
+    def _reported_loss(self, peer: Peer, header: Header) -> PeerLostError:
+        """Read the reason of a LOST message, and return the error with it."""
+        reason = bytearray(header.size)
         with contextlib.suppress(OSError, EOFError, ProtocolError):
-            peer.connection.read_payload(memoryview(said), WORDS_BYTES)
-        return PeerLostError(f"{peer.name}: {said.decode(errors='replace')}")
+            peer.connection.read_payload(memoryview(reason), MOST_TEXT_BYTES)
+        return PeerLostError(f"{peer.name}: {reason.decode(errors='replace')}")
 
     # ---- between sums ----
 

@@ -18,7 +18,12 @@ from paceline.collectives.in_network.server import AggregatorServer, ServerThrea
 from paceline.collectives.in_network.wire import Address
 from paceline.errors import UsageError
 from paceline.interfaces import Reply, Sender, Service, Work
-from paceline.interfaces.server_messages import Rejected, Request, Said, Say
+from paceline.interfaces.server_messages import (
+    Rejected,
+    Request,
+    ServiceReply,
+    ServiceRequest,
+)
 
 if TYPE_CHECKING:
     from paceline.transport.connection import ServerConnection
@@ -53,13 +58,13 @@ class SumsService(Service):
         self, sender: Sender, message: Request, payload: torch.Tensor | None, now: float
     ) -> list[Reply]:
         try:
-            if not isinstance(message, Say):
+            if not isinstance(message, ServiceRequest):
                 raise UsageError("this server adds up for ATP: expected what opens it")
-            order = msgspec.json.decode(message.words, type=Open)
+            order = msgspec.json.decode(message.content, type=Open)
             opened = Opened(self._port_for(order))
         except (msgspec.MsgspecError, ValueError) as error:
             return [Reply(sender, Rejected(reason=str(error)))]
-        return [Reply(sender, Said(words=msgspec.json.encode(opened)))]
+        return [Reply(sender, ServiceReply(content=msgspec.json.encode(opened)))]
 
     def on_worker_lost(self, worker: int, incarnation: int, now: float) -> list[Reply]:
         self.close()  # without this worker no sum can be complete
@@ -106,10 +111,10 @@ class ServerHosts:
         opened = []
         for end in self._ends:
             host = str(socket.getaddrinfo(*end.address)[0][4][0])
-            words = msgspec.json.encode(Open(host=host, token=token))
-            reply = end.ask(Say(words=words)).wait()
-            if not isinstance(reply, Said):
+            content = msgspec.json.encode(Open(host=host, token=token))
+            reply = end.ask(ServiceRequest(content=content)).wait()
+            if not isinstance(reply, ServiceReply):
                 raise UsageError(f"{end.name}: expected where it adds up, got {reply}")
-            port = msgspec.json.decode(reply.words, type=Opened).port
+            port = msgspec.json.decode(reply.content, type=Opened).port
             opened.append((host, port))
         return opened

@@ -60,8 +60,8 @@ from paceline.transport import liveness
 from paceline.transport.security import TRUSTED, derived, is_loopback
 
 VERSION = 3
-WORDS_BYTES = 1 << 18
-"""The most bytes of a JSON message: the terms of a tree name each of its servers."""
+MOST_TEXT_BYTES = 1 << 18
+"""The most bytes of a message in text: the terms of a tree name each of its servers."""
 HEADER = struct.Struct("<QIHBB")
 
 Integers = NDArray[np.int32]
@@ -181,22 +181,24 @@ class Granted(msgspec.Struct, kw_only=True):
     proof: str = ""
 
 
-_Words = TypeVar("_Words", bound=msgspec.Struct)
+_Message = TypeVar("_Message", bound=msgspec.Struct)
 
 
-def proof_of(token: str, nonce: str, words: Hello | Granted) -> str:
+def proof_of(token: str, nonce: str, message: Hello | Granted) -> str:
     """The HMAC of a message, for the other end's *nonce*; only holders of *token* can compute it."""
-    text = msgspec.json.encode(msgspec.structs.replace(words, proof="")).decode()
+    text = msgspec.json.encode(msgspec.structs.replace(message, proof="")).decode()
     return derived(token.encode(), f"aggregator {nonce} {text}")
 
 
-def is_proven(token: str, nonce: str, words: Hello | Granted) -> bool:
+def is_proven(token: str, nonce: str, message: Hello | Granted) -> bool:
     """Whether the sender of the message has the token, and answers this nonce."""
-    expected = proof_of(token, nonce, words).encode()
-    return hmac.compare_digest(expected, words.proof.encode())
+    expected = proof_of(token, nonce, message).encode()
+    return hmac.compare_digest(expected, message.proof.encode())
 
 
-def words_of(payload: bytes | bytearray | memoryview, kind: type[_Words]) -> _Words:
+def decode_json(
+    payload: bytes | bytearray | memoryview, kind: type[_Message]
+) -> _Message:
     """Decode a JSON message. Raises `ProtocolError` for anything else."""
     try:
         return msgspec.json.decode(payload, type=kind)
@@ -253,9 +255,11 @@ def frame(
     return Frame(HEADER.pack(position, size, members, kind, mode), payload, then)
 
 
-def words_frame(kind: Kind, words: msgspec.Struct | str) -> Frame:
-    """A frame of a JSON message."""
-    text = words.encode() if isinstance(words, str) else msgspec.json.encode(words)
+def text_frame(kind: Kind, message: msgspec.Struct | str) -> Frame:
+    """Return a frame of a JSON message, or of a reason as plain text."""
+    text = (
+        message.encode() if isinstance(message, str) else msgspec.json.encode(message)
+    )
     return Frame(HEADER.pack(0, len(text), 0, kind, 0), memoryview(text))
 
 
@@ -418,7 +422,7 @@ class Registration:
         if self._challenge is None:
             kind, payload = self._receive_message()
             try:
-                challenge = words_of(payload, Challenge)
+                challenge = decode_json(payload, Challenge)
             except ProtocolError:
                 challenge = Challenge(version=0, nonce="")
             if kind != Kind.CHALLENGE or challenge.version != VERSION:
@@ -433,7 +437,7 @@ class Registration:
             nonce=self._nonce,
         )
         hello.proof = proof_of(self._token, self._challenge, hello)
-        one = words_frame(Kind.HELLO, hello)
+        one = text_frame(Kind.HELLO, hello)
         try:
             self._socket.sendall(one.header + bytes(one.payload or b""))
         except OSError as error:
@@ -449,7 +453,7 @@ class Registration:
         if kind != Kind.GRANTED:
             raise self._not_one()
         try:
-            granted = words_of(payload, Granted)
+            granted = decode_json(payload, Granted)
         except ProtocolError:
             raise self._not_one() from None
         if not is_proven(self._token, self._nonce, granted):
@@ -463,7 +467,7 @@ class Registration:
 
     def _receive_message(self) -> tuple[int, bytes]:
         header = Header(*HEADER.unpack(self._exactly(HEADER.size)))
-        if header.size > WORDS_BYTES:
+        if header.size > MOST_TEXT_BYTES:
             raise self._not_one()
         return header.kind, self._exactly(header.size)
 

@@ -328,14 +328,14 @@ class SumQueue:
             operation,
         )
 
-    def _exchange(self, words: bytes) -> list[bytes]:
-        """Return all ranks' messages *words*, of any length. Collective."""
-        own = torch.tensor([len(words)], dtype=torch.int64)
+    def _exchange(self, message: bytes) -> list[bytes]:
+        """Return all ranks' messages, of any length. Collective."""
+        own = torch.tensor([len(message)], dtype=torch.int64)
         lengths = [int(length) for length in self._gather(own)]
         longest = torch.zeros(max(lengths), dtype=torch.uint8)
-        if words:
-            longest[: len(words)] = torch.frombuffer(
-                bytearray(words), dtype=torch.uint8
+        if message:
+            longest[: len(message)] = torch.frombuffer(
+                bytearray(message), dtype=torch.uint8
             )
         rows = self._gather(longest)
         return [
@@ -346,16 +346,16 @@ class SumQueue:
     def _gather(self, own: torch.Tensor) -> torch.Tensor:
         """Return every rank's *own* as a row; all have the same length. Collective."""
         size = self._comm.size
-        said = own.new_zeros(size, len(own))
-        said[self._comm.rank] = own
-        if said.numel():
-            ring = Ring(size, said.numel(), rounds=1, gather=True)
-            self._comm.perform_here(ring, said.view(-1), f"{self._path} words")
-        return said
+        rows = own.new_zeros(size, len(own))
+        rows[self._comm.rank] = own
+        if rows.numel():
+            ring = Ring(size, rows.numel(), rounds=1, gather=True)
+            self._comm.perform_here(ring, rows.view(-1), f"{self._path} messages")
+        return rows
 
     def _meet(self, *, leaving: bool = False) -> list[_Met]:
-        words = msgspec.json.encode(_Met(self._completed, leaving))
-        return [msgspec.json.decode(one, type=_Met) for one in self._exchange(words)]
+        message = msgspec.json.encode(_Met(self._completed, leaving))
+        return [msgspec.json.decode(one, type=_Met) for one in self._exchange(message)]
 
     def _leave(self) -> None:
         """Return when all ranks have all sums and want to leave."""

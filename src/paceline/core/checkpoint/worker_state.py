@@ -130,7 +130,7 @@ class WorkerPart:
             return None
         place = folders.part(self._found, rank)
         if not place.exists():
-            _say(f"{place} does not exist: worker {rank} keeps its random states")
+            _report(f"{place} does not exist: worker {rank} keeps its random states")
             return None
         return _read(place, _WORKER)
 
@@ -157,9 +157,9 @@ class WorkerPart:
     def _say_what_is_left(self) -> None:
         there = set(self._index.states)
         for name in sorted(self._owners.keys() - there):
-            _say(f"{self._found} holds no {name}: it starts from its initial state")
+            _report(f"{self._found} holds no {name}: it starts from its initial state")
         for name in sorted(there - self._owners.keys()):
-            _say(f"{self._found} holds {name}, which this job does not use")
+            _report(f"{self._found} holds {name}, which this job does not use")
 
 
 def _restore_worker(runtime: Runtime, saved: dict[str, Any]) -> None:
@@ -195,7 +195,7 @@ def _read(place: Path, name: str) -> dict[str, Any]:
     return state
 
 
-def _say(sentence: str) -> None:
+def _report(sentence: str) -> None:
     print(f"paceline: {sentence}", file=sys.stderr)
 
 

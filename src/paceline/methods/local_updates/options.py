@@ -284,15 +284,15 @@ def own_group(options: Options, run: Run) -> Comm | None:
     if not options.has_groups:
         return None
     places = places_of(options.name, options.group, run)
-    said = f"{options.name}:group={options.group}"
+    option = f"{options.name}:group={options.group}"
     if len(places) > 1 and len(set(places)) == len(places):
         run.report(
-            f"{said}: each worker is alone in its group, so no group averages between two averages of all "
+            f"{option}: each worker is alone in its group, so no group averages between two averages of all "
             "workers"
         )
     elif len(places) > 1 and len(set(places)) == 1:
         run.report(
-            f"{said}: all workers are in one group, so all average every "
+            f"{option}: all workers are in one group, so all average every "
             f"group_every={options.group_every} steps, and sync_every={options.sync_every} has no effect"
         )
     mine = [r for r, place in enumerate(places) if place == places[run.comm.rank]]

@@ -68,13 +68,15 @@ def main() -> int:
         host = ServerHost(listener)
         supervised = None if arguments.described else Supervised(arguments, host)
     except UsageError as error:
-        _say(Listening(fault=str(error)))
+        _print_line(Listening(fault=str(error)))
         return 1
-    _say(Listening(port=listener.port, step=supervised.step if supervised else 0))
+    _print_line(
+        Listening(port=listener.port, step=supervised.step if supervised else 0)
+    )
     try:
         for news in host.serve(sys.stdin.fileno()):
             if supervised and not isinstance(news, ServiceEnded):
-                _say(news)
+                _print_line(news)
         if supervised:
             supervised.finish()
     finally:
@@ -196,8 +198,8 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _say(words: Listening | LineFromServer) -> None:
-    print(msgspec.json.encode(words).decode(), flush=True)
+def _print_line(message: Listening | LineFromServer) -> None:
+    print(msgspec.json.encode(message).decode(), flush=True)
 
 
 def _first_line(descriptor: int) -> str:

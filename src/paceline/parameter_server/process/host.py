@@ -348,15 +348,15 @@ class ServerHost:
 
     def _on_line(self, line: bytes) -> None:
         """Handle a line of the parent about its one service."""
-        words = msgspec.json.decode(line, type=control.LineToServer)
+        message = msgspec.json.decode(line, type=control.LineToServer)
         (hosted,) = self.services.values()
-        if isinstance(words, Describe):
-            assert msgspec.structs.replace(words, peers={}) == hosted.description
-            self._meet(hosted, words)
-        elif isinstance(words, control.WorkerFinished):
-            self._handle(hosted, words)
+        if isinstance(message, Describe):
+            assert msgspec.structs.replace(message, peers={}) == hosted.description
+            self._meet(hosted, message)
+        elif isinstance(message, control.WorkerFinished):
+            self._handle(hosted, message)
         else:
-            lost = WorkerLost(hosted.key, words.worker, words.incarnation)
+            lost = WorkerLost(hosted.key, message.worker, message.incarnation)
             self._handle(hosted, lost)
 
     # ---- description of a service ----

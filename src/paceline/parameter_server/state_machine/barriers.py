@@ -312,11 +312,11 @@ class Barrier:
         return _workers(sorted(self._arrived), "waits", "wait")
 
     def _different_purposes(self) -> str:
-        said = {"load": "to load", "meet": "to save"}
+        purposes = {"load": "to load", "meet": "to save"}
         parts = []
-        for purpose, words in said.items():
+        for purpose, text in purposes.items():
             here = [w for w, (_, a) in self._arrived.items() if a.kind == purpose]
-            parts.append(f"{_workers(sorted(here), 'waits', 'wait')} {words}")
+            parts.append(f"{_workers(sorted(here), 'waits', 'wait')} {text}")
         return f"{' and '.join(parts)}: all have to do the same after the same step"
 
     def give_up(self, reason: str) -> None:

@@ -91,8 +91,10 @@ def agree_on_cluster(
     if rank == 0:
         decision = ClusterDecision()
         try:
-            words = [job_store.get(f"{KEY}/{other}") for other in range(size)]
-            locations = [msgspec.json.decode(one, type=WorkerLocation) for one in words]
+            encoded = [job_store.get(f"{KEY}/{other}") for other in range(size)]
+            locations = [
+                msgspec.json.decode(one, type=WorkerLocation) for one in encoded
+            ]
             cluster = choose_cluster(locations)
             if cluster is not None:
                 decision.cluster = cluster_toml(cluster, exact=True)

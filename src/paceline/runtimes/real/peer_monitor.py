@@ -254,9 +254,9 @@ def _print(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def line_of(words: msgspec.Struct) -> bytes:
+def line_of(message: msgspec.Struct) -> bytes:
     """Return a message as a line of JSON."""
-    return msgspec.json.encode(words) + b"\n"
+    return msgspec.json.encode(message) + b"\n"
 
 
 EXIT_GRACE_VARIABLE = "PACELINE_EXIT_GRACE_SECONDS"

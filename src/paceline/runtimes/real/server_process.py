@@ -99,7 +99,7 @@ class ServerProcess:
         assert self.process.stdout is not None
         line = line_within(self.process.stdout, timeouts.server_start)
         try:
-            words = msgspec.json.decode(line or b"", type=Listening)
+            listening = msgspec.json.decode(line or b"", type=Listening)
         except msgspec.MsgspecError:
             self.close()
             fault = f"it ended with status {self.process.returncode}; see above for what it said"
@@ -108,18 +108,18 @@ class ServerProcess:
                     f"it said nothing within {timeouts.server_start:g} s, and was ended. On a busy "
                     "machine wait longer: PACELINE_TIMEOUTS=server_start=300"
                 )
-            words = Listening(fault=fault)
-        if words.fault:
+            listening = Listening(fault=fault)
+        if listening.fault:
             self.close()
             raise UsageError(
-                f"{self.name} did not start at {self._host}: {words.fault}"
+                f"{self.name} did not start at {self._host}: {listening.fault}"
             )
-        self.port = words.port
-        return words.step
+        self.port = listening.port
+        return listening.step
 
-    def tell(self, words: LineToServer) -> None:
+    def send(self, message: LineToServer) -> None:
         """Send it a message, unless it has ended."""
-        self._write(msgspec.json.encode(words))
+        self._write(msgspec.json.encode(message))
 
     @property
     def news_descriptor(self) -> int:

@@ -270,10 +270,10 @@ class PlacementResolver:
         """
         local = self.environment.get("LOCAL_RANK", "0")
         self.job_store.publish(_node_key(self.rank), f"{on_node} {local}")
-        said = [
+        nodes_and_ranks = [
             self.job_store.get(_node_key(rank)).split() for rank in range(self.workers)
         ]
-        sizes = sorted({int(size) for size, _ in said})
+        sizes = sorted({int(size) for size, _ in nodes_and_ranks})
         if len(sizes) > 1:
             raise UsageError(
                 "servers=per-node: the nodes have different numbers of workers "
@@ -283,7 +283,9 @@ class PlacementResolver:
         if on_node >= self.workers:
             return [0]
         nodes = self.workers // on_node
-        first = [rank for rank, (_, local) in enumerate(said) if int(local) == 0]
+        first = [
+            rank for rank, (_, local) in enumerate(nodes_and_ranks) if int(local) == 0
+        ]
         if len(first) != nodes:
             raise UsageError(
                 f"servers=per-node: ranks {', '.join(map(str, first)) or 'none'} have LOCAL_RANK=0, expected "

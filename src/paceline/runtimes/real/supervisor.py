@@ -447,7 +447,7 @@ class SupervisedServers:
         step = max(process.listens() for _, process in started)
         if len(self.each) > 1:
             for server, process in started:
-                process.tell(self._description(server))
+                process.send(self._description(server))
         return step
 
     def _process_of(
@@ -504,7 +504,7 @@ class SupervisedServers:
     def say_done(self, worker: int) -> None:
         """Report that a worker's script has ended well, and is not restarted."""
         for process in self._processes:
-            process.tell(WorkerFinished(worker=worker))
+            process.send(WorkerFinished(worker=worker))
 
     def descriptors(self) -> list[int]:
         """Return descriptors; one is readable if a server has sent messages, or ended since `look`."""
@@ -537,7 +537,7 @@ class SupervisedServers:
                 lost = WorkerLost(worker=news.worker, incarnation=news.incarnation)
                 for process in self._processes:
                     if process is not server.process:
-                        process.tell(lost)
+                        process.send(lost)
         return found
 
     def status(self) -> ServersStatus:

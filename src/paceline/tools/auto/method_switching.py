@@ -400,8 +400,8 @@ def average_optimizer_state(
     """
     mine = _state_tensors(optimizer)
     everyone = [
-        msgspec.msgpack.decode(said, type=list[_StateTensor])
-        for said in gather_bytes(msgspec.msgpack.encode(mine), device)
+        msgspec.msgpack.decode(encoded, type=list[_StateTensor])
+        for encoded in gather_bytes(msgspec.msgpack.encode(mine), device)
     ]
     wanted = everyone[sources[0]]
     if mean:

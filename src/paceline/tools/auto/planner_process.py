@@ -161,11 +161,11 @@ class PlannerProcess:
     def answer(self) -> Answer:
         """The answer, once `is_over` is true."""
         status = None if self._process is None else self._process.poll()
-        said, errors = _content(self._output), _content(self._errors)
+        output, errors = _content(self._output), _content(self._errors)
         self.end()
         if not self._fault and status == 0:
             try:
-                return msgspec.json.decode(said, type=Answer)
+                return msgspec.json.decode(output, type=Answer)
             except msgspec.MsgspecError as error:
                 self._fault = f"its answer is none: {error}"
         lines = errors.decode(errors="replace").strip().splitlines()
@@ -212,14 +212,14 @@ def main() -> None:
     output = os.dup(1)
     os.dup2(2, 1)  # Other output must not mix with the answer.
     try:
-        said = answer(question)
+        result = answer(question)
     except PacelineError as error:
-        said = Answer(fault=str(error))
+        result = Answer(fault=str(error))
     except Exception as error:  # The training must continue after any failure.
         traceback.print_exc()
-        said = Answer(fault=f"{type(error).__name__}: {error}")
+        result = Answer(fault=f"{type(error).__name__}: {error}")
     with open(output, "wb") as stream:
-        stream.write(msgspec.json.encode(said))
+        stream.write(msgspec.json.encode(result))
     sys.stdout.flush()
     os._exit(0)  # A thread still reads standard input.
 
@@ -318,8 +318,8 @@ def _kind(text: str) -> tuple[str, ...]:
     from paceline.spec import parse
 
     spec = parse(text)
-    said = (spec.values.get(key, "") for key in ("collective", "compression"))
-    return spec.name, *said
+    values_of_keys = (spec.values.get(key, "") for key in ("collective", "compression"))
+    return spec.name, *values_of_keys
 
 
 def _predicted(found: Estimate) -> Predicted:

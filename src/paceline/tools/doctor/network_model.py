@@ -361,14 +361,14 @@ class RackInference:
                 if a in self.restless or b in self.restless:
                     continue
                 alone = self._usual * self.rates[a, b]
-                said, here, there = alone, rack_of[a], rack_of[b]
+                expected, here, there = alone, rack_of[a], rack_of[b]
                 if here != there:
-                    said = min(
+                    expected = min(
                         alone,
                         caps[here][0] / leave[here],
                         caps[there][1] / reach[there],
                     )
-                error += ((rate - said) / self.rates[a, b]) ** 2
+                error += ((rate - expected) / self.rates[a, b]) ** 2
         return error
 
     def _crossing(self, rack: Sequence[int], end: int) -> tuple[float, float]:

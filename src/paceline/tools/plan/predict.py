@@ -214,8 +214,8 @@ def _warm_up(job: TrainingJob, spec: str) -> str:
     compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
-    said = warmup_message(compression, shapes, torch.float32, job.cluster.workers)
-    return said and f"{said}; the figures are of these later steps"
+    note = warmup_message(compression, shapes, torch.float32, job.cluster.workers)
+    return note and f"{note}; the figures are of these later steps"
 
 
 def _of_epochs(

@@ -74,13 +74,13 @@ class ScriptAnalysis:
         passes = workload.passes if self.passes is None else self.passes
         uses = self.uses_gradients
         uses = workload.uses_gradients if uses is None else uses
-        said = [workload.source] if workload.source else []
+        notes = [workload.source] if workload.source else []
         if passes is not None and passes > 1:
-            said.append(f"{passes} passes an update (no_sync)")
+            notes.append(f"{passes} passes an update (no_sync)")
         if uses:
-            said.append("the script reads or changes gradients before step()")
+            notes.append("the script reads or changes gradients before step()")
         return replace(
-            workload, passes=passes, uses_gradients=uses, source="; ".join(said)
+            workload, passes=passes, uses_gradients=uses, source="; ".join(notes)
         )
 
     def check(self, workload: Workload, what: str) -> None:
@@ -176,8 +176,8 @@ def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAna
     sampler = training_of(trainings[0].optimizer).context.sampler
     own = getattr(trainings[0].model, "workload", None)
     workload = own if isinstance(own, Workload) else None
-    said = parse(simulation.result.recorders[0].method).values
-    waits_for_means = not {"clip_norm", "check_finite"}.isdisjoint(said)
+    values = parse(simulation.result.recorders[0].method).values
+    waits_for_means = not {"clip_norm", "check_finite"}.isdisjoint(values)
     trained = [
         (name, wire_bytes(parameter))
         for name, parameter in trainings[0].model.named_parameters()
