@@ -54,11 +54,11 @@ def test_figures_are_of_the_last_steps_and_counts_of_all() -> None:
 
 def test_steps_that_measured_are_left_out_also_of_a_window_that_has_moved() -> None:
     training = Training()
-    training.recorder.planned(1, settled=True)
+    training.recorder.planned(1, final=True)
     training.steps(2 * STEPS_KEPT, 1.0)
-    training.recorder.planned(2, settled=False)
+    training.recorder.planned(2, final=False)
     training.steps(STEPS_KEPT - 10, 5.0)
-    training.recorder.planned(2, settled=True)
+    training.recorder.planned(2, final=True)
     training.steps(1, 5.0)
     training.steps(9, 3.0)
     kept = steady_steps(list(training.recorder.steps))
@@ -83,7 +83,7 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
     pattern = [1.0, 1.0, 1.0, 5.0]
     for before in range(4):
         training = Training()
-        training.recorder.planned(1, settled=True)
+        training.recorder.planned(1, final=True)
         training.recorder.set_period(4)
         for number in range(before + 41):
             training.steps(1, 900.0 if number == 17 else pattern[number % 4])
@@ -97,7 +97,7 @@ def test_where_steps_repeat_after_several_figures_are_means_over_so_many() -> No
 
 def test_figures_of_less_than_a_period_say_so() -> None:
     training = Training()
-    training.recorder.planned(1, settled=True)
+    training.recorder.planned(1, final=True)
     training.recorder.set_period(8)
     training.steps(2, 1.0)
     training.steps(2, 4.0)
@@ -189,8 +189,8 @@ def test_steady_is_what_comes_after_tuning_warm_ups_and_changes(name: str) -> No
         match event, value:
             case "steps", int(count):
                 training.steps(count, 1.0)
-            case "plan", bool(settled):
-                recorder.planned(2, settled=settled)
+            case "plan", bool(final):
+                recorder.planned(2, final=final)
             case "learns", int(count):
                 recorder.warmup_steps = count
             case "decides", bool(active):
@@ -226,7 +226,7 @@ def test_a_script_that_ends_before_it_was_asked_to(
     asked: int | None, before: int, said: list[str]
 ) -> None:
     training = Training()
-    training.recorder.planned(1, settled=True)
+    training.recorder.planned(1, final=True)
     training.steps(40, 1.0, before)
     summaries = [training.recorder.stats()]
     result = RunResult.of("real", 1, training.recorder, summaries, asked, before)
@@ -247,7 +247,7 @@ def test_a_record_has_the_phase_that_the_recorder_set() -> None:
     training = Training()
     recorder = training.recorder
     training.steps(2, 1.0)
-    recorder.planned(2, settled=True)
+    recorder.planned(2, final=True)
     recorder.warmup_steps = 2
     recorder.selecting = True
     training.steps(4, 1.0)

@@ -27,7 +27,7 @@ from paceline.cluster import Cluster, Rack, Workload, uniform_cluster
 from paceline.interfaces import CONSISTENCIES
 from paceline.tools.plan import plan
 from paceline.tools.plan.estimates import Estimate
-from paceline.tools.plan.predict import SETTLED, TrainingJob, predict
+from paceline.tools.plan.predict import STEADY_STEPS, TrainingJob, predict
 from paceline.units import bytes_per_second
 
 RESULTS = Path(__file__).parents[1] / "results" / "regret.json"
@@ -108,8 +108,10 @@ def run(name: str, most: float) -> dict[str, object]:
     used = time.process_time()
     made = plan(cluster, workload, max_events=most)
     used = time.process_time() - used
-    settled = LONGER * SETTLED
-    job = TrainingJob(cluster=cluster, workload=workload, settled=settled, brief=False)
+    steady_steps = LONGER * STEADY_STEPS
+    job = TrainingJob(
+        cluster=cluster, workload=workload, steady_steps=steady_steps, brief=False
+    )
     seconds: dict[str, float] = {}
     used_before = time.process_time()
     fastest = {q: row.step_seconds for q, row in made.fastest.items()}

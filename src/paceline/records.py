@@ -262,18 +262,23 @@ class StepRecorder:
         if not self.methods or self.methods[-1][1] != brief:
             self.methods.append((self.step_count, brief))
 
-    def planned(self, buckets: int, settled: bool) -> None:
-        """The gradient now travels in so many *buckets*; not *settled*: what follows is
-        still measuring, and tells little about a usual step."""
+    def planned(self, buckets: int, final: bool) -> None:
+        """Record that gradients travel in this number of *buckets* from now on.
+
+        Args:
+            buckets: Number of buckets.
+            final: Whether tuning has ended. Otherwise the next steps still measure, and their times are
+                not typical.
+        """
         self.buckets = buckets
-        if not settled:
+        if not final:
             self.tuned_after = self.steady_from = 0
         elif not self.tuned_after:
             self.tuned_after = self.step_count + 1
 
     @property
     def steady_after(self) -> int:
-        """After which step the present method does what it will; 0: nobody knows yet."""
+        """The step after which the current method is in steady state; 0 if this is not known yet."""
         return self.tuned_after and self.tuned_after + self.warmup_steps
 
     def _phase_of(self, step: int) -> Phase:

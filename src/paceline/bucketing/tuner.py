@@ -186,7 +186,7 @@ class BucketTuner:
         self._program = self._run() if every_step else itertools.repeat(False)
         if not every_step:
             self.timer.listening = False
-            self._record(settled=True)
+            self._record(final=True)
 
     def reuse(self, plan: BucketPlan | None) -> None:
         """Begin with the plan that another training of the same model and spec has adopted.
@@ -233,11 +233,11 @@ class BucketTuner:
             reused, self._reused = self._reused, None
             changed = self._use(reused) if reused else (yield from self._plan())
             self.adopted = self.plan
-            self._record(settled=True)
+            self._record(final=True)
             yield changed
             yield from self._watch()
             changed = self._learn_order()
-        self._record(settled=True)
+        self._record(final=True)
         self.timer.listening = False
         while True:
             yield changed
@@ -245,7 +245,7 @@ class BucketTuner:
 
     def _learn_order(self) -> bool:
         """Adopt rank 0's ready order, and return whether the plan has changed."""
-        self._record(settled=False)
+        self._record(final=False)
         timer = self.timer
         mine = timer.seen_order()
         theirs = self._ranks.from_rank_0(mine or timer.order)
@@ -280,16 +280,16 @@ class BucketTuner:
         if agreed is None:
             return False
         cost = self.measure_cost()
-        settled = BucketPlan(self._by_rule(self._rule, agreed.ready, cost))
+        chosen = BucketPlan(self._by_rule(self._rule, agreed.ready, cost))
         if self._rule == "optimal":
-            settled = yield from self._try_against_ddp(settled)
+            chosen = yield from self._try_against_ddp(chosen)
             if self._mode != "barrier":
-                settled = yield from self._try_forward_waits(settled, agreed, cost)
+                chosen = yield from self._try_forward_waits(chosen, agreed, cost)
         elif self._mode != "barrier":
             by_index = dict(zip(self.timer.order, agreed.uses, strict=True))
             uses_of = [by_index[index] for index in range(len(by_index))]
-            settled = self._fixed(settled.buckets, uses_of)
-        return self._use(settled)
+            chosen = self._fixed(chosen.buckets, uses_of)
+        return self._use(chosen)
 
     def _try_against_ddp(
         self, planned: BucketPlan
@@ -308,27 +308,27 @@ class BucketTuner:
         return planned if trial.verdict.better else plain
 
     def _try_forward_waits(
-        self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
+        self, chosen: BucketPlan, agreed: AgreedTimes, cost: Cost
     ) -> Generator[bool, None, BucketPlan]:
-        """Try a message plan with waits in the next forward pass against the plan *settled*."""
-        planned = self._by_search(settled, agreed, cost)
+        """Try a message plan with waits in the next forward pass against the *chosen* plan."""
+        planned = self._by_search(chosen, agreed, cost)
         if planned is None:
-            return settled
+            return chosen
         # A message plan moves updates and waits into the forward pass, so the trial compares
         # whole steps.
         trial = yield from self._try(
             planned,
-            settled,
+            chosen,
             self.timer.period,
             "the method waits for averages at the end of backward",
         )
         self._report(
             f"bucketing: {planned}, with waits in the next forward pass, "
             f"{trial.new} a step {IN_A_TRIAL}(from one backward pass's end to the next "
-            f"one's); {settled}, with waits at the end of backward, {trial.old}: "
+            f"one's); {chosen}, with waits at the end of backward, {trial.old}: "
             f"{trial.verdict.why}"
         )
-        return planned if trial.verdict.better else settled
+        return planned if trial.verdict.better else chosen
 
     def _try(
         self,
@@ -446,9 +446,9 @@ class BucketTuner:
         return agreed
 
     def _by_search(
-        self, settled: BucketPlan, agreed: AgreedTimes, cost: Cost
+        self, chosen: BucketPlan, agreed: AgreedTimes, cost: Cost
     ) -> BucketPlan | None:
-        """Return rank 0's message plan; None unless its predicted step is shorter than *settled*'s."""
+        """Return rank 0's message plan; None unless its predicted step is shorter than *chosen*'s."""
         order, (sizes, kinds) = self.timer.order, self._in_order
         ready, uses, max_in_flight = agreed.ready, agreed.uses, self._max_in_flight
         numbers: list[int] = []
@@ -465,7 +465,7 @@ class BucketTuner:
             )
             ours = period(plan, sizes, ready, uses, cost, max_in_flight=max_in_flight)
             place = {index: position for position, index in enumerate(order)}
-            buckets = [[place[index] for index in bucket] for bucket in settled.buckets]
+            buckets = [[place[index] for index in bucket] for bucket in chosen.buckets]
             theirs = finish_time(
                 buckets, sizes, ready, cost, max_in_flight=max_in_flight
             )
@@ -488,11 +488,11 @@ class BucketTuner:
         if plan == self.plan:
             return False
         self.plan = plan
-        self._record(settled=False)
+        self._record(final=False)
         return True
 
-    def _record(self, *, settled: bool) -> None:
-        self._runtime.recorder.planned(len(self.plan.buckets), settled)
+    def _record(self, *, final: bool) -> None:
+        self._runtime.recorder.planned(len(self.plan.buckets), final)
 
     @property
     def _in_order(self) -> tuple[list[int], list[Hashable]]:

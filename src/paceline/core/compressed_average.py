@@ -83,7 +83,7 @@ class CompressedAverage:
             self._sums.update(names)
         pending = self._begin(comm, buffer, parts, states, earlier)
         if pending is not None and self.compression.state != "none":
-            pending.settles(self._under_way, names)
+            pending.track_until_waited(self._under_way, names)
         return pending
 
     def benchmark(self, comm: Comm, buffer: torch.Tensor) -> Pending | None:
@@ -255,16 +255,18 @@ class _DecompressedSum:
     def __init__(self, pending: Pending, charge: Callable[[], None]) -> None:
         self._pending, self._at_end = pending, [charge]
 
-    def settles(self, under_way: dict[str, Pending], names: Sequence[str]) -> None:
+    def track_until_waited(
+        self, under_way: dict[str, Pending], names: Sequence[str]
+    ) -> None:
         """Enter this sum into *under_way* under these *names*, until it has been waited for."""
         under_way |= dict.fromkeys(names, self)
 
-        def settle() -> None:
+        def untrack() -> None:
             for name in names:
                 if under_way.get(name) is self:
                     del under_way[name]
 
-        self._at_end.append(settle)
+        self._at_end.append(untrack)
 
     def wait(self) -> None:
         self._pending.wait()

@@ -193,7 +193,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return the optimizer's state in torch's form. If servers update, it comes from them."""
         training = self._training
         if training.remote is None or training.loads is None or training.finished:
-            with self._settled():
+            with self._complete_state():
                 return self._inner.state_dict()
         loaded, remote = training.loads.state, training.remote
         state_now = remote.optimizer_state.pull() if loaded is None else loaded
@@ -212,7 +212,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Args:
             state_dict: The state, of an optimizer with the same parameter groups.
         """
-        with self._settled():
+        with self._complete_state():
             self._inner.load_state_dict(state_dict)
             match_strides(self._inner)
         loads = self._training.loads
@@ -220,7 +220,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             loads.take_state(dict(self._inner.state))
             self._inner.state.clear()
 
-    def _settled(self) -> AbstractContextManager[None]:
+    def _complete_state(self) -> AbstractContextManager[None]:
         """Return a context in which the wrapped optimizer has the state after all steps until now."""
         training = self._training
         elsewhere = training.optimizer_steps or training.remote is not None

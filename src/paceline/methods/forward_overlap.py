@@ -202,7 +202,7 @@ class OverlapWorker:
             due.how = how
         if self.run.messages is None:
             self._clip()
-            self._settle()
+            self._finish_updates()
 
     def before_use(self, bucket: Bucket) -> None:
         """Wait for the bucket's mean, and update it if ``step()`` was called."""
@@ -232,19 +232,19 @@ class OverlapWorker:
 
     def finish(self) -> None:
         """Finish pending updates, then take the model of the worker that trained longest."""
-        self._settle()
+        self._finish_updates()
         source = self.run.participate_until_all_finish()
         if source is not None:
             self.run.broadcast_model(source)
 
     def consolidate(self) -> Callable[[], None]:
         """Finish pending updates: the model is then that of `bsp`."""
-        self._settle()
+        self._finish_updates()
         return lambda: None
 
     def save_state(self) -> dict[str, Any]:
         """Finish pending updates; nothing else needs saving."""
-        self._settle()
+        self._finish_updates()
         return {}
 
     def load_state(self, saved: dict[str, Any]) -> None:
@@ -256,7 +256,7 @@ class OverlapWorker:
 
     # ---- waits and updates ----
 
-    def _settle(self) -> None:
+    def _finish_updates(self) -> None:
         """Wait for all means, and do all updates that ``step()`` asked for."""
         self._wait_all()
         due = [one for one in self._due.values() if one.how is not None]

@@ -9,7 +9,7 @@ from tests.core.checkpoint.kill import killed_after
 
 def write(folder, text):
     """As `save` does it, with one file and the index."""
-    folders.settle(folder)
+    folders.recover(folder)
     partial = folders.partial(folder)
     partial.mkdir()
     (partial / "data").write_text(text)
@@ -96,7 +96,7 @@ def test_what_is_no_checkpoint_is_not_replaced(what, tmp_path):
         folder.mkdir()
         (folder / "figures").write_text("mine")
     with pytest.raises(UsageError, match="results is no checkpoint"):
-        folders.settle(folder)
+        folders.recover(folder)
     kept = folder if what == "file" else folder / "figures"
     assert kept.read_text() == "mine"
 

@@ -221,7 +221,7 @@ def test_work_grows_with_workers_and_tensors_and_does_not_depend_on_links(spec):
 
 def test_only_methods_that_wait_in_the_next_forward_pass_run_until_the_network_is_full():
     def more(spec):
-        events = predicted(spec, settled=8).events
+        events = predicted(spec, steady_steps=8).events
         return events - predicted(spec).events
 
     assert more("bsp:buckets=ddp") == 0 < more("dear:buckets=ddp")

@@ -94,7 +94,7 @@ def save(path: str | Path, **others: Stateful) -> None:
             training.meet()
     writes = runtime.rank == 0
     folder = run_on_all(runtime, "save", lambda: _prepare(path, others))
-    run_on_all(runtime, "save", lambda: folders.settle(folder) if writes else None)
+    run_on_all(runtime, "save", lambda: folders.recover(folder) if writes else None)
     try:
         shared, own = run_on_all(
             runtime,
@@ -205,7 +205,7 @@ def _save_alone(runtime: Runtime, folder: Path, others: dict[str, Stateful]) -> 
 
     def begin() -> None:
         if leads:
-            folders.settle(folder)
+            folders.recover(folder)
             folders.begin(folder)
         shared.extend(_write_shared(runtime, others, leads, folder))
 

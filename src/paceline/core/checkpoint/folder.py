@@ -46,7 +46,7 @@ def find(folder: Path) -> Path:
     raise UsageError(f"there is no checkpoint in {folder}")
 
 
-def settle(folder: Path) -> None:
+def recover(folder: Path) -> None:
     """Clean up after a killed process.
 
     Afterwards a complete checkpoint, if there is one, is in *folder* itself, and the other two
@@ -67,14 +67,14 @@ def settle(folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Make `partial`. Call `settle` before."""
+    """Make `partial`. Call `recover` before."""
     partial(folder).mkdir(parents=True)
 
 
 def replace(folder: Path) -> None:
     """Replace the checkpoint in *folder* by the complete one in `partial`.
 
-    `settle` was called before the latter was written.
+    `recover` was called before the latter was written.
     """
     if folder.exists():
         folder.rename(_old(folder))

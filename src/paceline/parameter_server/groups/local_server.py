@@ -345,7 +345,7 @@ class LocalServer(ParameterServer):
 
     def _end_peer_event(self) -> None:
         """Send the replies that the discipline now permits."""
-        self.shard.settle()
+        self.shard.apply_ready_updates()
         self._grant_pulls()
         self._ready = self._finish()
 

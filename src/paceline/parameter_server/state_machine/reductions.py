@@ -52,7 +52,7 @@ class Reductions:
         everybody = self._members.everybody()
         for key in list(self._open):
             reduction = self._open[key]
-            reduction.settle(everybody)
+            reduction.add_ready_parts(everybody)
             if not all(rank in reduction.ranks for rank in everybody):
                 continue
             del self._open[key]
@@ -109,9 +109,9 @@ class _Reduction:
         """
         self.ranks.append(rank)
         self._early[rank] = tensor
-        self.settle(expected)
+        self.add_ready_parts(expected)
 
-    def settle(self, expected: Sequence[int]) -> None:
+    def add_ready_parts(self, expected: Sequence[int]) -> None:
         """Add all parts that can be added, with these workers *expected*."""
         first = min((r for r in expected if r not in self.ranks), default=None)
         for rank in sorted(self._early):

@@ -396,7 +396,7 @@ class ParameterServer(Service):
         self, sender: Sender, decide: Decide, payload: torch.Tensor | None
     ) -> None:
         self.shard.discipline.on_decision(self.shard, decide.step, decide.workers)
-        self.shard.settle()
+        self.shard.apply_ready_updates()
         self.replies.reply(sender, Done())
         self._grant_pulls()
 

@@ -125,7 +125,7 @@ class ModelShard:
         """Pass a gradient to the discipline."""
         self.discipline.on_push(self, push)
         if self.clipped is not None:
-            self.clipped.settle()
+            self.clipped.apply_ready_updates()
 
     def on_change(self) -> None:
         """Inform the discipline of a change.
@@ -134,19 +134,19 @@ class ModelShard:
         """
         self.discipline.on_change(self)
         if self.clipped is not None:
-            self.clipped.settle()
+            self.clipped.apply_ready_updates()
 
     def on_timer(self, now: float) -> None:
         """Let the discipline act, if its deadline is reached."""
         deadline = self.discipline.next_deadline()
         if deadline is not None and now >= deadline:
             self.discipline.on_timer(self)
-            self.settle()
+            self.apply_ready_updates()
 
-    def settle(self) -> None:
+    def apply_ready_updates(self) -> None:
         """Do the updates that the discipline has requested, as far as possible."""
         if self.clipped is not None:
-            self.clipped.settle()
+            self.clipped.apply_ready_updates()
 
     def resume(self, step: int) -> None:
         """Continue with *step*: see `Discipline.resume`."""
@@ -431,7 +431,7 @@ class ClippedStep:
         """Return whether updates are held until the norm of their step is known."""
         return bool(self._updates)
 
-    def settle(self) -> None:
+    def apply_ready_updates(self) -> None:
         """Do all updates that are possible after a call of the discipline."""
         if not self._updates:
             return

@@ -56,9 +56,9 @@ FEW = 16
 """Tensors of a short run, if the model has more: each makes a step slower to simulate, and hardly changes the
 result."""
 MOST_STEPS = 80
-SETTLED, SETTLED_AT_ONCE = 4, 2
-"""Fewest steady steps. `SETTLED` is for methods that wait for averages in the next forward pass, which fill the
-network first. `SETTLED_AT_ONCE` is for those whose every step is like the one before."""
+STEADY_STEPS, STEADY_STEPS_AT_ONCE = 4, 2
+"""Fewest steady steps. `STEADY_STEPS` is for methods that wait for averages in the next forward pass, which fill the
+network first. `STEADY_STEPS_AT_ONCE` is for those whose every step is like the one before."""
 DRIFTING, DRIFTING_IN_SHORT = 24, 6
 """Steps of asynchronous methods..."""
 FEW_DRIFT = 16
@@ -84,7 +84,7 @@ class TrainingJob:
         batches: Number of the workload's batches in a pass.
         jitter: Relative spread of compute times.
         seed: Seed of the jitter.
-        settled: Fewest steady steps.
+        steady_steps: Fewest steady steps.
         inputs: By worker, seconds that it waits for a batch before each pass (empty: none).
         trace: Whether runs keep records and spans.
         epoch_steps: Steps of an epoch of the sampler (0: not known).
@@ -98,7 +98,7 @@ class TrainingJob:
     batches: int = 1
     jitter: float = 0.0
     seed: int = 0
-    settled: int = SETTLED
+    steady_steps: int = STEADY_STEPS
     inputs: tuple[float, ...] = ()
     trace: bool = False
     epoch_steps: int = 0
@@ -460,11 +460,13 @@ def _wait_for_batch(runtime: Runtime, job: TrainingJob) -> None:
 def _is_enough(recorder: StepRecorder, run: _Run, job: TrainingJob) -> bool:
     if run.drifts:
         wanted = _drifting_steps(run.short, job.cluster.workers) + recorder.warmup_steps
-        wanted += job.settled - SETTLED
+        wanted += job.steady_steps - STEADY_STEPS
     else:
         late = getattr(run.method, "waits_in_forward", False)
-        settled = job.settled if late or not job.brief else SETTLED_AT_ONCE
-        rounds = max(settled, 2 * recorder.period)
+        steady_steps = (
+            job.steady_steps if late or not job.brief else STEADY_STEPS_AT_ONCE
+        )
+        rounds = max(steady_steps, 2 * recorder.period)
         wanted = (recorder.steady_after or MOST_STEPS) + rounds
     return recorder.step_count >= wanted
 
