@@ -25,8 +25,8 @@ UPDATES = {
 }
 GRADIENTS = {
     "mean": "the mean over workers",
-    "local": "the worker's own gradient, before its use",
-    "sent": "the worker's own gradient, sent already: the script must not change it",
+    "local": "the worker's own gradient",
+    "sent": "the worker's own gradient, which is already sent, so the script must not change it",
 }
 CLIPPED = {"mean": "the mean gradient", "own": "each worker's own gradient"}
 STATES = {
@@ -199,7 +199,7 @@ def _collectives(method: Method) -> str:
     from paceline.collectives.reduce_scatter import check_halves
 
     if method.updates_on == "server":
-        return "none: workers exchange with servers"
+        return "none: workers send to servers and receive from them"
     if "collective" in {field.name for field in dataclasses.fields(method)}:  # type: ignore[arg-type]
         return "values of the key `collective`"
     if getattr(method, "sends_halves", False):

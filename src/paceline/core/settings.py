@@ -51,11 +51,11 @@ class Settings:
         servers: Place of the servers. ``embedded``: beside rank 0. ``per-node``: one on each node.
             ``dedicated``: on hosts of their own. ``auto``: dedicated where there are any, else embedded. Or
             addresses ``HOST:PORT`` joined by ``+``.
-        clip_norm: Largest norm of a gradient: of the mean, or of each worker's own, by the method.
+        clip_norm: Largest norm of a gradient. The method decides whether this limits the mean or each worker's own gradient.
         replies: Reply of a server to a compressed push: the parameters (``full``), or a compressed difference
             from the worker's parameters (``deltas``). For ``deltas`` a server keeps a copy of the model for each
             worker.
-        compression: Compressor of gradients, pushes or changes of parameters, by the method. `UNSET` is the
+        compression: Compressor of the gradients, pushes or parameter changes that the method sends. `UNSET` is the
             method's default.
 
     Raises:

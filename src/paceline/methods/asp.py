@@ -32,13 +32,13 @@ class ASP(PushPull):
         waits_for="no other worker",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "Every gradient is applied once, at the script's learning rate times its weight, 1/n. "
+            "The server applies every gradient once, at the script's learning rate times the gradient's weight, 1/n. "
             "Staleness has no bound."
         ),
         limits=(
             (
-                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
-                "samples is n times shorter than under bsp."
+                "The server holds the momentum, and steps n times as often as a worker. So momentum "
+                "covers n times fewer samples than under bsp."
             ),
         ),
     )

@@ -22,12 +22,12 @@ class Backup(PushPull):
     """End each step with the mean over the fastest *wait_for* workers.
 
     Attributes:
-        wait_for: Workers whose gradients make a step; 0: all.
+        wait_for: Number of workers whose gradients complete a step; 0: all workers.
     """
 
     name: ClassVar[str] = "backup"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Ends each step with the mean of the fastest workers, and drops late gradients.",
+        purpose="Ends each step with the mean of the fastest workers' gradients, and drops late ones.",
         source="Chen et al., Revisiting distributed synchronous SGD (ICLR workshop 2016)",
         use_when="workers are slow now and then, and their late gradients may be dropped",
         waits_for="the fastest `wait_for` workers (by default all), in every step",
@@ -38,8 +38,7 @@ class Backup(PushPull):
         ),
         limits=(
             (
-                "With the default `wait_for=0` it waits for all workers: bsp with its parameters on the "
-                "server."
+                "With the default `wait_for=0` the server waits for all workers, as in bsp."
             ),
             "`clip_norm` needs a single server.",
         ),

@@ -32,8 +32,8 @@ class BSP:
     """Average every gradient over all workers in every step.
 
     Attributes:
-        overlap: Send while backward still runs; without, after it: the textbook form that papers
-            compare with.
+        overlap: Send while backward still runs. If false, send after backward, as the textbook
+            form that papers compare with.
 
     Example:
         ::
@@ -50,7 +50,7 @@ class BSP:
         waits_for="every worker, in every step",
         sends="the whole gradient",
         guarantees="All workers hold the same parameters after every step.",
-        limits=("The slowest worker and the slowest link set the pace.",),
+        limits=("Every step waits for the slowest worker and the slowest link.",),
     )
     rounds: ClassVar[Rounds] = EVERY_STEP
     consistency: ClassVar[Consistency] = "exact"

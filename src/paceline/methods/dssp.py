@@ -43,30 +43,30 @@ class DSSP(PushPull):
     The fastest worker gets the extra steps if it then waits less.
 
     Attributes:
-        staleness: Steps that a worker may be ahead of the slowest.
-        extra: Steps that the fastest worker may be further ahead.
+        staleness: Steps that a worker may be ahead of the slowest worker.
+        extra: Further steps that the fastest worker may be ahead.
     """
 
     name: ClassVar[str] = "dssp"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Bounds staleness as ssp, by a bound that follows measured speeds.",
+        purpose="Bounds staleness as ssp, and adapts the bound to measured speeds.",
         source="Zhao et al., DSSP (ICDCS 2019)",
         use_when="workers are slow now and then, and a fixed bound waits too often",
         waits_for=(
-            "workers more than `staleness` steps behind (the fastest worker at most for those more "
-            "than `staleness` + `extra` behind)"
+            "workers more than `staleness` steps behind; the fastest worker may be allowed up to "
+            "`extra` more steps"
         ),
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "Step c of a worker uses every gradient of the steps before c - `staleness` - `extra`, of "
-            "all workers."
+            "Step c of a worker uses all workers' gradients of the steps before c - `staleness` - "
+            "`extra`."
         ),
         limits=(
-            "Where machines always differ in speed, all run at the slowest one's pace.",
-            "Reconstructed from abstracts and other implementations of it.",
+            "If machines always differ in speed, all workers run at the slowest one's pace.",
+            "The algorithm is reconstructed from abstracts and other implementations.",
             (
-                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
-                "samples is n times shorter than under bsp."
+                "The server holds the momentum, and steps n times as often as a worker. So momentum "
+                "covers n times fewer samples than under bsp."
             ),
         ),
     )

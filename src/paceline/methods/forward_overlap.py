@@ -66,17 +66,17 @@ class Priority:
 
     name: ClassVar[str] = "priority"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Averages as bsp, and waits for each layer where the next forward pass uses it.",
+        purpose="Averages as bsp, but waits for a layer's gradients when the next forward pass uses it.",
         source="Peng et al., ByteScheduler (SOSP 2019); Jayarajan et al., P3 (MLSys 2019)",
         use_when="steps wait for gradients after backward, and the result must be exact",
         waits_for="every worker, in every step, bucket by bucket before its parameters are used",
         sends="the whole gradient, during backward and the next forward pass",
         guarantees=(
-            "The result is bsp's, to the bit where sums are added in the same order. A script that "
-            "reads the model or a gradient sees what bsp would show."
+            "The result is bsp's, and bit-equal if sums are added in the same order. A script that "
+            "reads the model or a gradient gets bsp's values."
         ),
         limits=(
-            "No gain where backward hides communication already.",
+            "It gains nothing if backward already hides all communication.",
             "Reading all gradients in every step removes the gain.",
         ),
     )
@@ -105,7 +105,7 @@ class DeAR(Priority):
 
     name: ClassVar[str] = "dear"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Averages as bsp, with the all-gather halves during the next forward pass.",
+        purpose="Averages as bsp, but runs the all-gather halves during the next forward pass.",
         source="Zhang, Shi, Chu and Li, DeAR (ICDCS 2023)",
         use_when=(
             "steps wait for gradients after backward, and the result must be exact; compare it with "
@@ -117,11 +117,11 @@ class DeAR(Priority):
             "next forward pass"
         ),
         guarantees=(
-            "The result is bsp's, to the bit that of `collective=ring` (or of the collective that is "
-            "named). A script that reads the model or a gradient sees what bsp would show."
+            "The result is bit-equal to that of bsp with `collective=ring`, or with the collective "
+            "that you set. A script that reads the model or a gradient gets bsp's values."
         ),
         limits=(
-            "No gain where backward hides communication already.",
+            "It gains nothing if backward already hides all communication.",
             "Tensors on CUDA need NCCL, with `collective=native` or `auto`.",
         ),
     )

@@ -47,13 +47,13 @@ class GroupingSGD(GroupMethod):
             "other a gradient of all parameters after each step of their group"
         ),
         guarantees=(
-            "No gradient is stale inside a group. Each group's mean is applied once on every server, "
-            "at the script's learning rate times its weight over 1 + its staleness."
+            "No gradient is stale inside a group. Every server applies each group's mean once, at "
+            "the script's learning rate times the mean's weight / (1 + its staleness)."
         ),
         limits=(
-            "Without `members` all workers are one group: bsp on a server.",
+            "Without `members` all workers form one group, which trains as bsp on a server.",
             "Each group has a server with the whole model.",
-            "The form of the staleness weight is inferred.",
+            "The form of the staleness weight is our guess.",
         ),
     )
 

@@ -29,7 +29,7 @@ class PushPull:
     The server's discipline decides when it replies.
 
     Attributes:
-        overlap: Push each bucket during backward. Without, push after it: the form of the papers.
+        overlap: Push each bucket during backward. If false, push after backward, as the papers do.
     """
 
     rounds: ClassVar[Rounds] = ON_SERVERS

@@ -51,8 +51,8 @@ class R2SP(PushPull):
     """Let workers continue in rank order, one after each gap.
 
     Attributes:
-        slack: Length of a step, in rounds of gaps; at least 1.
-        warmup_steps: Steps of worker 0 in which no worker waits. The second half of them is measured.
+        slack: Length of a step, divided by the time in which each worker continues once; at least 1.
+        warmup_steps: First steps of worker 0, in which no worker waits. The second half of these steps is measured.
     """
 
     name: ClassVar[str] = "r2sp"
@@ -60,19 +60,19 @@ class R2SP(PushPull):
         purpose="Applies gradients as asp, and lets workers continue in turn, one at a time.",
         source="Chen, Wang and Li, Round-robin synchronization (INFOCOM 2019)",
         use_when="a server's link is the bottleneck, and all workers are equally fast",
-        waits_for="its turn: workers continue in rank order, one after each gap",
+        waits_for="its turn: workers continue in rank order, at equal intervals",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "Every gradient is applied once, at the script's learning rate times its weight, 1/n. "
+            "The server applies every gradient once, at the script's learning rate times the gradient's weight, 1/n. "
             "Once all workers have done equally many steps, they take turns: each active worker "
             "continues once before any continues again."
         ),
         limits=(
-            "It gains over a barrier without overlap, and little over one with overlap.",
-            "If machines always differ in speed, all run at the slowest one's pace.",
+            "It gains over bsp without overlap, but little over bsp with overlap.",
+            "If machines always differ in speed, all workers run at the slowest one's pace.",
             (
-                "The server has the momentum, and steps n times as often as a worker: its horizon in "
-                "samples is n times shorter than under bsp."
+                "The server holds the momentum, and steps n times as often as a worker. So momentum "
+                "covers n times fewer samples than under bsp."
             ),
         ),
     )

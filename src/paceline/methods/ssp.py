@@ -25,8 +25,8 @@ class SSP(PushPull):
     """Let no worker be more than *staleness* steps ahead of another.
 
     Attributes:
-        staleness: Steps that a worker may be ahead of the slowest; 0: gradients of a step are applied in
-            rank order.
+        staleness: Steps that a worker may be ahead of the slowest worker; 0: servers apply a
+            step's gradients in rank order.
     """
 
     name: ClassVar[str] = "ssp"
@@ -37,18 +37,17 @@ class SSP(PushPull):
         waits_for="workers more than `staleness` steps behind",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "Step c of a worker uses every gradient of the steps before c - `staleness`, of all "
-            "workers."
+            "Step c of a worker uses all workers' gradients of the steps before c - `staleness`."
         ),
         limits=(
-            "Where machines always differ in speed, all run at the slowest one's pace.",
+            "If machines always differ in speed, all workers run at the slowest one's pace.",
             (
-                "`staleness=0` applies a step's gradients in rank order. With plain SGD that is bsp's "
-                "step."
+                "With `staleness=0` servers apply a step's gradients in rank order. With plain SGD the "
+                "result is bsp's step."
             ),
             (
-                "Momentum lives on the server, which steps n times as often as a worker. Its horizon in "
-                "samples is n times shorter than under bsp."
+                "The server holds the momentum, and steps n times as often as a worker. So momentum "
+                "covers n times fewer samples than under bsp."
             ),
         ),
     )

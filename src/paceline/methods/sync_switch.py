@@ -57,19 +57,18 @@ class SyncSwitch(PushPull):
         purpose="Takes synchronous steps first, and asynchronous ones to the end.",
         source="Li, Mangoubi, Xu and Guo, Sync-Switch (ICDCS 2021)",
         use_when="workers differ in speed, and asp from the first step loses accuracy",
-        waits_for="every worker in the first `bsp_steps` steps, and for none after them",
+        waits_for="every worker in the first `bsp_steps` steps, and for no worker after them",
         sends="the whole gradient, and receives all parameters",
         guarantees=(
-            "The first `bsp_steps` steps are bsp's, except that `clip_norm` limits each worker's own "
-            "gradient. After them every gradient is applied once, at the script's learning rate times "
-            "its weight, 1/n, and staleness has no bound."
+            "The first `bsp_steps` steps are bsp's, except that `clip_norm` limits each worker's "
+            "own gradient. Later steps are asp's, without a bound on staleness."
         ),
         limits=(
             (
-                "The authors found 5 to 6 % synchronous steps enough. The default is 6 % of their 8,000 "
-                "steps."
+                "The authors found 5 to 6 % synchronous steps enough. The default is 6 % of the "
+                "authors' 8,000 steps."
             ),
-            "The switch zeroes momentum. There is no way back.",
+            "The switch sets momentum to zero. The method never becomes synchronous again.",
             "The authors' policies for stragglers in the first phase are not implemented.",
         ),
     )

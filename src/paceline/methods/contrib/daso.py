@@ -69,7 +69,7 @@ class DASO:
         sync_every: Steps from one exchange between groups to the next.
         delay: Steps from the start of an exchange to its use, at most *sync_every*.
         group: Workers of a node: ``rack`` or ``host`` of the cluster file, or a number of workers.
-        warmup_steps: First steps in which nodes average in each step and wait.
+        warmup_steps: First steps, in each of which nodes average and wait for the result.
     """
 
     name: ClassVar[str] = "daso"
@@ -90,9 +90,9 @@ class DASO:
             "late."
         ),
         limits=(
-            "With one node it equals bsp. Under SGD it also does with `sync_every=1` and `delay=0`.",
-            "`sync_every` and `delay` stay constant. The authors' follow the loss.",
-            "A checkpoint that is loaded with another number of workers drops the exchange under way.",
+            "With one node daso equals bsp. With several nodes it equals bsp under SGD with `sync_every=1,delay=0`.",
+            "`sync_every` and `delay` stay constant. In the authors' code they follow the loss.",
+            "If another number of workers loads a checkpoint, the exchange in flight is lost.",
         ),
     )
     consistency: ClassVar[Consistency] = "local"

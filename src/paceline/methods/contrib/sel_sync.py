@@ -72,12 +72,12 @@ class SelSync:
 
     name: ClassVar[str] = "sel-sync"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Averages parameters in steps in which some worker's gradient norm changes.",
+        purpose="Averages parameters after steps in which some worker's gradient norm changes.",
         source="Tyagi and Swany, SelSync (CLUSTER 2023)",
         use_when="bandwidth is scarce and latency is low",
         waits_for="every worker, in every step: for a flag, and for the parameters if a flag is raised",
         sends="a flag in every step, and the parameters if a flag is raised",
-        guarantees="All workers hold equal models after each step in which a flag was raised.",
+        guarantees="A worker whose norm changes raises a flag. All workers hold equal models after each step with a flag.",
         limits=(
             "`delta=0` equals `local-sgd:sync_every=1`.",
             (

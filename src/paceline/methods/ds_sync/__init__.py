@@ -60,11 +60,11 @@ class DSSync(DSSyncOptions):
         ),
         limits=(
             (
-                "Workers hold different models between two steps. Accuracy is lower at large learning "
-                "rates, and where workers' data differ."
+                "Workers hold different models between two steps. So accuracy is lower than bsp's at "
+                "large learning rates, or if workers' data differ."
             ),
             "With `adjust_every` two runs may differ, since groups follow measured times.",
-            "The choice of groups for uneven networks is a reconstruction.",
+            "The choice of groups for uneven networks is reconstructed from the paper's abstract.",
         ),
     )
     rounds: ClassVar[Rounds] = Rounds(groups=True)

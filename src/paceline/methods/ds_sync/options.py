@@ -21,8 +21,8 @@ class DSSyncOptions:
         overlap: Computation that hides the averages. ``none``: none. ``forward``: the next forward pass, with
             the same numbers. ``step``: the next step up to its update, whose gradients are then of parameters
             before the average.
-        swa_from: Step from which weights are averaged over time, too; -1: never.
-        swa_every: Steps from one model in that average to the next.
+        swa_from: Step from which weights are also averaged over time (SWA); -1: never.
+        swa_every: Steps from one model in the average over time to the next.
         adjust_every: Steps from one choice of groups by measured times to the next; 0: never.
     """
 

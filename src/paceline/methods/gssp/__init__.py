@@ -179,11 +179,11 @@ class GSSP(GroupMethod):
 
     Attributes:
         number_of_groups: Number of groups; 0: as few as *ratio* allows.
-        most_groups: The most groups that are formed.
-        ratio: No worker of a group takes more than this times as long as another one of it.
-        staleness: Steps that a worker may be ahead of the slowest of its group.
-        period: Pushes after which a server sends an update to the others; 0: as many as the group has workers.
-        measure_steps: Steps whose median is a worker's step time.
+        most_groups: Largest number of groups.
+        ratio: Largest ratio of the step times of two workers in a group.
+        staleness: Steps that a worker may be ahead of the slowest worker of its group.
+        period: Pushes after which a server sends an update to the other servers; 0: the number of workers in its group.
+        measure_steps: Number of steps whose median time is a worker's step time.
         regroup: Let workers change groups after the first decision.
     """
 
@@ -192,8 +192,8 @@ class GSSP(GroupMethod):
         purpose="Runs ssp inside groups of similar speed, whose servers exchange updates.",
         source="Sun et al., GSSP (IEEE TCC 10(4), 2022)",
         use_when=(
-            "workers always differ in speed, and need equal batches, or their speeds are unknown or "
-            "change"
+            "workers always differ in speed, and their batches must be equal, or their speeds are "
+            "unknown or change"
         ),
         waits_for="workers of its own group more than `staleness` steps behind",
         sends=(
@@ -201,13 +201,13 @@ class GSSP(GroupMethod):
             "other a gradient of all parameters after `period` pushes"
         ),
         guarantees=(
-            "Inside a group: as under ssp. Every gradient is applied once on every server, at the "
-            "script's learning rate times its weight, 1/n. Staleness between groups has no bound."
+            "Inside a group the staleness bound of ssp holds. Every server applies every gradient "
+            "once, at the script's learning rate times the gradient's weight, 1/n. Staleness between groups has no bound."
         ),
         limits=(
             "Each group has a server with the whole model.",
-            "Workers of one speed form one group, for which it is ssp.",
-            "How groups are found is inferred. The published code takes ranks modulo 4.",
+            "If all workers are equally fast, they form one group, which trains as ssp.",
+            "Our rule that forms groups is a guess. The published code groups workers by rank modulo 4.",
         ),
     )
     steady_state_keys: ClassVar[Mapping[str, str]] = {"measure_steps": "2"}

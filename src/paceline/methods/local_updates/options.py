@@ -30,12 +30,12 @@ class Options:
 
     Attributes:
         sync_every: H: steps from one average of all workers to the next.
-        sync_each_step_until: Average after every step before this one.
+        sync_each_step_until: Step before which workers average after every step.
         outer_learning_rate: eta of the outer optimizer, whose gradient is the change of a round. With 1 and no
             momentum the outer step is plain averaging.
         outer_momentum: b of the outer optimizer, from 0 to less than 1.
         nesterov: Use Nesterov momentum in the outer optimizer.
-        rescale: Keep the outer momentum in units of the inner learning rate, so that it decays with it.
+        rescale: Keep the outer momentum in units of the inner learning rate, so that the momentum decays with that rate.
         group: Groups of workers that also average between two averages of all: ``rack`` or ``host`` of the
             cluster file, or a number of workers in rank order. ``all``: no groups.
         group_every: Steps from one average of a group to the next.

@@ -111,8 +111,8 @@ class HierarchicalLocalSGD(LocalUpdates):
         ),
         sends="the parameters, as often",
         guarantees=(
-            "Workers of a group hold equal models after its averages. All workers do after those of "
-            "all."
+            "Workers of a group hold equal models after each average of the group, and all workers "
+            "after each average of all."
         ),
         limits=(
             (
@@ -155,13 +155,13 @@ class SlowMo(LocalUpdates):
         guarantees="All workers hold equal models after each round.",
         limits=(
             (
-                "The outer momentum is kept in units of the present learning rate, so it decays with it "
-                "(`rescale=true`)."
+                "The outer momentum is in units of the present learning rate, and decays with that "
+                "rate (`rescale=true`)."
             ),
             "BMUF is `outer_momentum=1-1/n,rescale=false`.",
             (
-                "A checkpoint that is loaded with another number of workers drops the changes since the "
-                "last average."
+                "If another number of workers loads a checkpoint, the changes since the last average "
+                "are lost."
             ),
         ),
     )
@@ -198,14 +198,14 @@ class DiLoCo(LocalUpdates):
         guarantees="All workers hold equal models after each round.",
         limits=(
             (
-                "The defaults move the model 7 times as far as plain averaging where workers go on in one "
-                "direction. For rounds of less than 50 steps lower `outer_learning_rate` until that "
-                "factor is 1 to 3."
+                "If all rounds move in one direction, the defaults move the model 7 times as far as "
+                "plain averaging. For rounds of less than 50 steps lower `outer_learning_rate` until "
+                "that factor is 1 to 3."
             ),
             "The paper's inner optimizer is AdamW.",
             (
-                "A checkpoint that is loaded with another number of workers drops the changes since the "
-                "last average."
+                "If another number of workers loads a checkpoint, the changes since the last average "
+                "are lost."
             ),
         ),
     )
@@ -246,13 +246,13 @@ class StreamingDiLoCo(LocalUpdates):
         guarantees="The outer parameters of a fragment are equal on all workers after its turn.",
         limits=(
             (
-                "A worker's own steps in the `delay` steps before an average arrives are lost, except for "
-                "the share `keep_local`."
+                "When an average arrives, a worker loses its own last `delay` steps, except for the "
+                "share `keep_local`."
             ),
-            "Fragments are cut by size. The paper takes every so many-th layer.",
+            "The model is cut into fragments by size. In the paper a fragment takes layers at a fixed distance.",
             (
-                "A checkpoint that is loaded with another number of workers drops the changes since the "
-                "last average."
+                "If another number of workers loads a checkpoint, the changes since the last average "
+                "are lost."
             ),
         ),
     )
@@ -302,11 +302,11 @@ class SparseLoCo(LocalUpdates):
         sends="64 in 4,096 elements of the change of the parameters, once in `sync_every` steps",
         guarantees="All workers hold equal models after each round.",
         limits=(
-            "Another `compression=`, or `none`, replaces its own.",
+            "Another `compression=`, also `none`, replaces the default compression.",
             "Sparse changes are gathered: each worker receives those of all others.",
             (
-                "A checkpoint that is loaded with another number of workers drops the changes since the "
-                "last average."
+                "If another number of workers loads a checkpoint, the changes since the last average "
+                "are lost."
             ),
         ),
     )

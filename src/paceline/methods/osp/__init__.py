@@ -52,7 +52,7 @@ class OSP(OSPOptions):
 
     name: ClassVar[str] = "osp"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Averages early gradients within the step, and the rest during the next one.",
+        purpose="Averages early gradients within the step, and the others during the next step.",
         source="Chen et al., OSP (ICPP 2023)",
         use_when=(
             "steps wait for the network after backward, and gradients that are one step late do no "
@@ -61,15 +61,15 @@ class OSP(OSPOptions):
         waits_for="every worker, in every step, for gradients that are not deferred",
         sends="the whole gradient, the deferred part of it during the next step",
         guarantees=(
-            "Every gradient is applied once, in its order, at most one step late. Only the other "
-            "workers' part is late."
+            "Every gradient is applied once, in order, at most one step late. A worker's own part "
+            "of a mean is never late."
         ),
         limits=(
             "`collective=native` needs no servers, and suits most users.",
-            "No gain on fast networks, nor on very slow ones: it measures that, and defers nothing.",
+            "On fast networks and on very slow ones it gains nothing; it measures that, and then defers nothing.",
             (
-                "Reconstructed from the abstract. By default the gradients that are ready last are "
-                "deferred, and not the least important."
+                "The algorithm is reconstructed from the abstract. By default it defers the gradients "
+                "that are ready last, not the least important ones."
             ),
         ),
     )

@@ -92,7 +92,7 @@ class OSPOptions:
     """Every key but ``collective``, which chooses one of OSP's two forms.
 
     Attributes:
-        overlap: Average the early gradients during backward. Without, after it: the paper's form.
+        overlap: Average the early gradients during backward. If false, average them after backward, as the paper does.
         defer: ``measured``: what one step's computation hides, beyond what backward hides already. ``nothing``:
             no gradient, which is bsp. ``most``: as much as *most* allows.
         most: The largest share of the model that may be deferred.
@@ -103,7 +103,7 @@ class OSPOptions:
             (``importance``, as in the paper).
         correction: Parameters of a deferred gradient until its mean arrives: a step with the worker's own
             gradient (``local``), or no step (``none``).
-        chunk: Bytes of a piece; larger tensors are cut. Pieces of a small model are smaller.
+        chunk: Bytes of a piece; larger tensors are cut into pieces. In a small model pieces are smaller.
     """
 
     overlap: bool = True
