@@ -38,7 +38,7 @@ TYPES = {bool: "true or false", int: "whole number", float: "number", str: "text
 SHARED_MEANINGS = {
     "warmup_steps": "First steps in which gradients are sent uncompressed.",
     "error_feedback": "Add the compression error of a step to the next gradient.",
-    "decay": "Factor on the error that error feedback carries over; below 1 it fades.",
+    "decay": "Factor on the error that error feedback carries over; below 1 the error fades.",
 }
 NO_DEFAULT = "(empty)"
 

@@ -69,7 +69,7 @@ class ParameterServer(Scheduled):
 
     name: ClassVar[str] = "parameter-server"
     summary: ClassVar[CollectiveSummary] = CollectiveSummary(
-        purpose="Parameter servers add up the buffers; workers update.",
+        purpose="Parameter servers add up the buffers; workers update the parameters.",
         formed_by="servers, each of which adds up one part of the buffer in rank order",
         sends="the buffer once per rank to the servers, and once back",
         good_for="servers with separate links, or sums that must be formed in rank order",
@@ -154,7 +154,7 @@ class Hierarchical(Scheduled):
         limits=(
             "Without a cluster file each rack is a row of about the square root of n ranks.",
             "A group inside one rack uses a ring.",
-            "Under NCCL it is `native`; a message reports that when training begins.",
+            "Under NCCL `native` replaces it; a message reports that when training begins.",
         ),
     )
 

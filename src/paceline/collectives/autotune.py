@@ -90,7 +90,7 @@ class Auto:
                 "Without a cluster file it measures for about a second when training begins. The choice, "
                 "and so the rounding of sums, may differ between runs."
             ),
-            "`native` stays unless another one is more than 5 % faster, and always under NCCL.",
+            "It uses `native` unless another collective is more than 5 % faster, and always under NCCL.",
         ),
     )
     needs: ClassVar[Needs] = "nothing"

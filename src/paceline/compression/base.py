@@ -372,7 +372,7 @@ class SkipsSmallTensors(Compressor):
     """Sends small tensors, and those of one dimension, uncompressed: compression would save too little.
 
     Attributes:
-        small: Tensors with fewer elements, and those of one dimension, are sent uncompressed; 0: none.
+        small: Tensors with fewer elements than this, and tensors of one dimension, are sent uncompressed; 0: none are.
     """
 
     small: int = 1024

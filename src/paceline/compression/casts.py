@@ -121,12 +121,12 @@ class BF16(Cast):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Casts gradients to bfloat16 and sums them in it.",
         source="PyTorch's `bf16_compress_hook`",
-        use_when="links have up to 10 Gbit/s: the first compressor to try",
+        use_when="links have up to 10 Gbit/s; try it first",
         sends="2 bytes per element",
         loses="all but 8 significant bits of an element, and again at each addition",
         limits=(
-            "No gain with 16-bit gradients, which are sent as they are.",
-            "No gain from switches: 16-bit buffers use the ring.",
+            "It gains nothing with 16-bit gradients, which it sends as they are.",
+            "Aggregators at switches do not add up its buffers: 16-bit buffers use the ring.",
         ),
     )
     to: ClassVar[torch.dtype] = torch.bfloat16
@@ -145,7 +145,7 @@ class FP16(Cast):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Casts gradients to float16 and sums them in it.",
         source="PyTorch's `fp16_compress_hook`",
-        use_when="gradients are scaled, and 3 more bits than those of bf16 matter",
+        use_when="gradients are scaled, and need 3 significant bits more than bf16 has",
         sends="2 bytes per element",
         loses="all but 11 significant bits of an element, and again at each addition; more below 6e-5",
         limits=(
@@ -154,7 +154,7 @@ class FP16(Cast):
                 "GradScaler detect."
             ),
             "An element below 6e-8 becomes zero without notice: scale the loss, or take bf16.",
-            "No gain from switches: 16-bit buffers use the ring.",
+            "Aggregators at switches do not add up its buffers: 16-bit buffers use the ring.",
         ),
     )
     to: ClassVar[torch.dtype] = torch.float16

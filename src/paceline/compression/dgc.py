@@ -80,8 +80,8 @@ class DGC(SkipsSmallTensors):
 
     Attributes:
         density: Share of a tensor's elements that is sent, after the warm-up.
-        warmup_steps: Steps in which the density falls from its sixth root to itself, in five stages.
-        momentum: Momentum of the velocity. A sent element loses it. At density 1 that is plain SGD.
+        warmup_steps: Steps in which the density falls from its sixth root to its value, in five stages.
+        momentum: Momentum of the velocity. An element that is sent loses its momentum, so density 1 equals plain SGD.
     """
 
     density: float = 0.001
@@ -92,24 +92,24 @@ class DGC(SkipsSmallTensors):
 
     name: ClassVar[str] = "dgc"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        purpose="Sends the largest elements of each tensor's velocity, its momentum included.",
+        purpose="Sends the largest elements of each tensor's velocity, its accumulated momentum.",
         source="Lin et al., Deep gradient compression (ICLR 2018)",
         use_when="links are below 1 Gbit/s, workers are few, and training is long",
         sends=(
             "the share `density` of the elements, the largest, each in its own type, and 1 to 4 bytes "
             "for its index, to every other worker; more in the first `warmup_steps`"
         ),
-        loses="nothing for good; an element that is not sent waits in the velocity",
+        loses="nothing in the end; an element that is not sent waits in the velocity",
         limits=(
             (
-                "Every worker receives the selected elements of all others: with n workers it pays below "
-                "a density of about 1/n."
+                "Every worker receives the selected elements of all others. So with n workers it saves "
+                "bytes only below a density of about 1/n."
             ),
             (
-                "It applies the momentum itself: an optimizer with momentum is refused, unless "
+                "It applies momentum itself, so it refuses an optimizer with momentum, unless "
                 "`momentum=0`."
             ),
-            "At one element in a thousand it loses much accuracy in short trainings.",
+            "With the default density, one element in a thousand, short trainings lose much accuracy.",
         ),
     )
     state: ClassVar[StateKind] = "own"

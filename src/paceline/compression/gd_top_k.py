@@ -116,16 +116,16 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
         sends=(
             "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5 % (`slowest`) "
             "of the elements, each in its own type, and 1 to 4 bytes for its index, to every other "
-            "worker; 35, 30, 9 and 2.7 % (`middle`) in the first four; all of them in the last step "
-            "of an epoch"
+            "worker; 35, 30, 9 and 2.7 % (`middle`) in the first four epochs; all elements in the "
+            "last step of an epoch"
         ),
         loses="all other elements, until error feedback has made them large, or the epoch ends",
         limits=(
             (
-                "Every worker receives the selected elements of all others: with n workers it pays below "
-                "a density of about 1/n."
+                "Every worker receives the selected elements of all others. So with n workers it saves "
+                "bytes only below a density of about 1/n."
             ),
-            "With Adam it loses accuracy.",
+            "Under Adam trainings lose accuracy.",
             (
                 "It needs the length of an epoch: `distribute(sampler=...)` or `epoch_steps`. Otherwise "
                 "an epoch has 100 steps."

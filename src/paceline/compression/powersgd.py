@@ -92,9 +92,9 @@ class PowerSGD(SkipsSmallTensors):
         ),
         loses="everything outside the `rank` directions of a step, until error feedback brings it back",
         limits=(
-            "With Adam it loses accuracy.",
-            "Matrices of which too little would be saved are sent as they are.",
-            "Workers' bits are equal where their processors and libraries are.",
+            "Under Adam trainings lose accuracy.",
+            "Matrices that would hardly shrink are sent as they are.",
+            "Workers' results are bit-equal only if their processors and libraries are equal.",
         ),
     )
     linear: ClassVar[bool] = True

@@ -625,8 +625,8 @@ class Int8(BlockCompressor):
         ),
         sends="1 byte per element and 4 per block, to the owners and from them",
         loses=(
-            "up to 1/254 of a block's largest element, in each element, and as much again of the "
-            "sum's (twice that with stochastic rounding)"
+            "in each element up to 1/254 of its block's largest element, and up to 1/254 of the "
+            "largest in the sum's block (twice these with stochastic rounding)"
         ),
         limits=("A block with an element that is not finite becomes NaN.",),
     )
@@ -706,11 +706,11 @@ class Int4(Int8):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Sends blocks of 256 elements as 4-bit integers times a scale.",
         source="Wang et al., ZeRO++ (2023); Alistarh et al., QSGD (NeurIPS 2017)",
-        use_when="`int8` still sends too much; also for changes of local methods",
+        use_when="`int8` still sends too much, or a local method sends parameter changes",
         sends="half a byte per element and 4 bytes per block, to the owners and from them",
         loses=(
-            "up to 1/14 of a block's largest element, in each element, and as much again of the sum's "
-            "(twice that with stochastic rounding)"
+            "in each element up to 1/14 of its block's largest element, and up to 1/14 of the "
+            "largest in the sum's block (twice these with stochastic rounding)"
         ),
         limits=("A block with an element that is not finite becomes NaN.",),
     )

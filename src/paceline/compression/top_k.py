@@ -51,7 +51,7 @@ class TopK(SkipsSmallTensors, GatheredCompressor):
 
     Attributes:
         density: Share of a tensor's elements that is sent.
-        chunk: Size of the chunks from each of which elements are selected; 0: whole tensors.
+        chunk: Elements of a chunk; the largest elements of each chunk are selected. 0: the largest of whole tensors.
         bits: Bits of a value: 32 for its own type, 2 for the mean of one of four bins around the
             tensor's mean.
     """
@@ -74,10 +74,10 @@ class TopK(SkipsSmallTensors, GatheredCompressor):
         loses="all other elements, until error feedback has made them large",
         limits=(
             (
-                "Every worker receives the selected elements of all others: with n workers it pays below "
-                "a density of about 1/n."
+                "Every worker receives the selected elements of all others. So with n workers it saves "
+                "bytes only below a density of about 1/n."
             ),
-            "With Adam it loses accuracy.",
+            "Under Adam trainings lose accuracy.",
         ),
     )
     error_feedback_by_default: ClassVar[bool] = True

@@ -49,7 +49,7 @@ class Settings:
             scripts with a GradScaler, which expects such gradients.
         collective: All-reduce algorithm of averages (`paceline.collectives`).
         servers: Place of the servers. ``embedded``: beside rank 0. ``per-node``: one on each node.
-            ``dedicated``: on hosts of their own. ``auto``: dedicated where there are any, else embedded. Or
+            ``dedicated``: on hosts of their own. ``auto``: ``dedicated`` if the cluster has hosts for servers, else ``embedded``. Or
             addresses ``HOST:PORT`` joined by ``+``.
         clip_norm: Largest norm of a gradient. The method decides whether this limits the mean or each worker's own gradient.
         replies: Reply of a server to a compressed push: the parameters (``full``), or a compressed difference

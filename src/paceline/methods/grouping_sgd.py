@@ -33,7 +33,7 @@ class GroupingSGD(GroupMethod):
     """Apply the mean gradient of each group; a stale one has less weight.
 
     Attributes:
-        members: The groups, as ``0-3+4-7``. Empty: those of the cluster file, else one group of all workers.
+        members: Groups as ranges of ranks, such as ``0-3+4-7``. Empty: the groups of the cluster file, else one group of all workers.
     """
 
     name: ClassVar[str] = "grouping-sgd"

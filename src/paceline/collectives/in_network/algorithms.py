@@ -228,7 +228,7 @@ class SwitchML(InNetworkAllReduce):
         ),
         sends="the buffer once per rank to the switch, and once back",
         good_for=(
-            "one rack; with more racks all other contributions cross their uplinks and the downlink of "
+            "one rack; the buffers of other racks must cross their own uplinks and the downlink of "
             "the switch's rack"
         ),
         limits=(

@@ -71,16 +71,16 @@ class EF21(SkipsSmallTensors):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Sends the largest changes of a worker's gradient since its last estimate.",
         source="Richtarik, Sokolov and Fatkhullin, EF21 (NeurIPS 2021)",
-        use_when="you compare compressors: no measurement recommends it",
+        use_when="you compare compressors; no measurement recommends it for training",
         sends=(
             "the share `density` of the elements, the largest, each in its own type, and 1 to 4 bytes "
             "for its index, to every other worker"
         ),
-        loses="nothing for good; the result lags behind gradients that change quickly",
+        loses="nothing in the end; the result lags behind gradients that change quickly",
         limits=(
             (
-                "Every worker receives the selected elements of all others: with n workers it pays below "
-                "a density of about 1/n."
+                "Every worker receives the selected elements of all others. So with n workers it saves "
+                "bytes only below a density of about 1/n."
             ),
             "`plan` and `auto` do not search it.",
         ),

@@ -48,7 +48,7 @@ class EFSign(GatheredCompressor):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Sends the sign of each element, and one scale per tensor.",
         source="Karimireddy et al., Error feedback fixes SignSGD (ICML 2019)",
-        use_when="you compare compressors: no measurement recommends it",
+        use_when="you compare compressors; no measurement recommends it for training",
         sends="1 bit per element and 4 bytes per tensor, to every other worker",
         loses="all but the sign of each element, until error feedback brings it back",
         limits=(

@@ -67,7 +67,7 @@ class DASO:
 
     Attributes:
         sync_every: Steps from one exchange between groups to the next.
-        delay: Steps from the start of an exchange to its use, at most *sync_every*.
+        delay: Steps from the start of an exchange to the use of its result, at most *sync_every*.
         group: Workers of a node: ``rack`` or ``host`` of the cluster file, or a number of workers.
         warmup_steps: First steps, in each of which nodes average and wait for the result.
     """

@@ -64,7 +64,7 @@ class DSSync(DSSyncOptions):
                 "large learning rates, or if workers' data differ."
             ),
             "With `adjust_every` two runs may differ, since groups follow measured times.",
-            "The choice of groups for uneven networks is reconstructed from the paper's abstract.",
+            "How it forms groups on uneven networks is our design, since the paper's text could not be read.",
         ),
     )
     rounds: ClassVar[Rounds] = Rounds(groups=True)

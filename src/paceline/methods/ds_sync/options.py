@@ -17,10 +17,10 @@ class DSSyncOptions:
             links. ``auto``: ``topology`` if the network is known and uneven, else ``digits``.
         size: Workers of a group.
         seed: Seed of the groups inside racks.
-        cross_rack_every: Under ``topology``, steps from one average across scarce uplinks to the next.
-        overlap: Computation that hides the averages. ``none``: none. ``forward``: the next forward pass, with
-            the same numbers. ``step``: the next step up to its update, whose gradients are then of parameters
-            before the average.
+        cross_rack_every: Under ``topology``: phases from one average across scarce uplinks to the next. Each step has one phase, which fixes the groups.
+        overlap: Computation that hides the averages. ``none``: no computation. ``forward``: the
+            next forward pass, with the same results. ``step``: the next step up to its update; its
+            gradients then come from the parameters before the average.
         swa_from: Step from which weights are also averaged over time (SWA); -1: never.
         swa_every: Steps from one model in the average over time to the next.
         adjust_every: Steps from one choice of groups by measured times to the next; 0: never.

@@ -95,7 +95,7 @@ class GroupMethod(PushPull):
     A worker pushes to its group's server, and pulls from it.
 
     Attributes:
-        members: Fixed groups, as ``0-3+4-7``. Empty: those of the cluster file, else the method's own.
+        members: Fixed groups as ranges of ranks, such as ``0-3+4-7``. Empty: the groups of the cluster file, else the method forms groups.
     """
 
     members: str = ""

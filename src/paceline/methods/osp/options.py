@@ -93,14 +93,15 @@ class OSPOptions:
 
     Attributes:
         overlap: Average the early gradients during backward. If false, average them after backward, as the paper does.
-        defer: ``measured``: what one step's computation hides, beyond what backward hides already. ``nothing``:
-            no gradient, which is bsp. ``most``: as much as *most* allows.
+        defer: ``measured``: as many gradients as one step's computation hides, beyond those that
+            backward already hides. ``nothing``: no gradient, as bsp. ``most``: as many as the key
+            *most* allows.
         most: The largest share of the model that may be deferred.
-        budget: How the deferred share grows: as the loss falls (``loss``), over *ramp* steps (``linear``), or
-            it is whole from the start (``constant``).
+        budget: Growth of the deferred share: as the loss falls (``loss``), over *ramp* steps
+            (``linear``), or none, with the whole share from the start (``constant``).
         ramp: Steps over which a linear budget grows.
-        order: What is deferred first: gradients that are ready last (``time``), or the least important ones
-            (``importance``, as in the paper).
+        order: Gradients that are deferred first: those ready last (``time``), or the least
+            important ones (``importance``, as in the paper).
         correction: Parameters of a deferred gradient until its mean arrives: a step with the worker's own
             gradient (``local``), or no step (``none``).
         chunk: Bytes of a piece; larger tensors are cut into pieces. In a small model pieces are smaller.
