@@ -27,7 +27,7 @@ class Backup(PushPull):
 
     name: ClassVar[str] = "backup"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Ends each step with the mean of the fastest workers' gradients, and drops late ones.",
+        purpose="Ends each step with the mean of the fastest gradients, and drops late ones.",
         source="Chen et al., Revisiting distributed synchronous SGD (ICLR workshop 2016)",
         use_when="workers are slow now and then, and their late gradients may be dropped",
         waits_for="the fastest `wait_for` workers (by default all), in every step",

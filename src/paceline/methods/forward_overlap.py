@@ -66,7 +66,7 @@ class Priority:
 
     name: ClassVar[str] = "priority"
     summary: ClassVar[MethodSummary] = MethodSummary(
-        purpose="Averages as bsp, but waits for a layer's gradients when the next forward pass uses it.",
+        purpose="Averages as bsp, but waits for a layer only when the next forward pass uses it.",
         source="Peng et al., ByteScheduler (SOSP 2019); Jayarajan et al., P3 (MLSys 2019)",
         use_when="steps wait for gradients after backward, and the result must be exact",
         waits_for="every worker, in every step, bucket by bucket before its parameters are used",
