@@ -243,26 +243,6 @@ def joined(texts: Iterable[object]) -> str:
     return ", ".join(map(str, texts))
 
 
-def googlenet_by_plan() -> list[str]:
-    """Milliseconds a step of a published trace, by bucket plan."""
-    rows, _ = of_paper("mg_wfbp", "steps")
-    plans = {
-        "`wfbp`": "wfbp",
-        "one bucket": "single",
-        "DDP's rule": "ddp",
-        "MG-WFBP": "mg-wfbp",
-        "exact plan": "optimal",
-    }
-    return markdown(
-        ("workers", *plans),
-        (
-            [str(row["workers"]), *(f"{float(row[key]):.0f}" for key in plans.values())]
-            for row in rows
-            if row["workers"] in {64, 128}
-        ),
-    )
-
-
 def overlap_gains() -> list[str]:
     """Speed-ups of exact methods past the end of backward, a line for each network."""
     results = Results(exact_overlap.RESULTS, measures=False)
@@ -355,7 +335,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "agreement beyond 10 percent": agreement_beyond,
     "osp emulated": osp_emulated,
     "methods in virtual time": methods_in_virtual_time,
-    "googlenet by plan": googlenet_by_plan,
     "compression 0.1 Gbit": compression_gains(0.1),
     "compression 1 Gbit": compression_gains(1),
     "compression 10 Gbit": compression_gains(10),

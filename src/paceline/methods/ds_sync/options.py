@@ -17,7 +17,7 @@ class DSSyncOptions:
             links. ``auto``: ``topology`` if the network is known and uneven, else ``digits``.
         size: Workers of a group.
         seed: Seed of the groups inside racks.
-        cross_rack_every: Under ``topology``: phases from one average across scarce uplinks to the next. Each step has one phase, which fixes the groups.
+        cross_rack_every: Under ``topology``, steps from one average across scarce uplinks to the next.
         overlap: Computation that hides the averages. ``none``: no computation. ``forward``: the
             next forward pass, with the same results. ``step``: the next step up to its update; its
             gradients then come from the parameters before the average.
