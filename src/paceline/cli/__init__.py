@@ -167,7 +167,7 @@ def _run() -> None:
 
 
 def _script_frames(error: BaseException) -> TracebackType | None:
-    """The traceback from the script's first frame on, without paceline's frames before it."""
+    """Return the traceback from the script's first frame on, without paceline's frames before it."""
     frames = error.__traceback__
     while frames is not None and _RUNS_SCRIPTS in frames.tb_frame.f_code.co_filename:
         frames = frames.tb_next

@@ -64,13 +64,13 @@ class Grammar:
     runs_script: bool = True
 
     def similar(self, word: str) -> str:
-        """The option that *word* probably means; empty if there is none."""
+        """Return the option that *word* probably means; empty if there is none."""
         name = word.partition("=")[0]
         near = difflib.get_close_matches(name, list(self.options), 1, _SIMILARITY)
         return near[0] if near else ""
 
     def find(self, name: str) -> tuple[Option | None, bool]:
-        """The option with that *name*, and whether it is torchrun's."""
+        """Return the option with that *name*, and whether it is torchrun's."""
         if name in self.options:
             return self.options[name], False
         is_option = name.startswith("-") and name != "-"
@@ -79,7 +79,7 @@ class Grammar:
         return self.torchrun().get(name), True
 
     def is_suspicious(self, word: str) -> bool:
-        """Whether *word*, after the script, is probably meant for paceline."""
+        """Return whether *word*, after the script, is probably meant for paceline."""
         name = word.partition("=")[0]
         if not name.startswith("--"):
             return False
@@ -227,7 +227,7 @@ class LaunchCommand(Command):
 
 
 def torchrun_words(context: Any) -> list[str]:
-    """The arguments of a `LaunchCommand` that are torchrun's."""
+    """Return the arguments of a `LaunchCommand` that are torchrun's."""
     return list(context.meta.get(_TORCHRUN, []))
 
 

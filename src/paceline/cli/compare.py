@@ -273,7 +273,7 @@ def _planned(
 
 
 def _variants(method: Sequence[str] | None, plan: Plan | None) -> list[Variant]:
-    """The named methods; by default DDP and the plan's recommendations."""
+    """Return the named methods; by default DDP and the plan's recommendations."""
     from paceline.tools.compare.runner import Variant
     from paceline.tools.plan.estimates import DDP
 
@@ -290,7 +290,7 @@ def _variants(method: Sequence[str] | None, plan: Plan | None) -> list[Variant]:
 
 
 def _consistency_of(spec: str) -> str:
-    """The consistency of a spec; empty if the method is chosen during training."""
+    """Return the consistency of a spec; empty if the method is chosen during training."""
     from paceline.tools.plan.candidates import candidate
 
     try:

@@ -260,7 +260,7 @@ def make_cluster(
     latency: str | None,
     dedicated_servers: int | None = None,
 ) -> Cluster:
-    """The cluster of ``--cluster FILE``, or of the short options."""
+    """Return the cluster of ``--cluster FILE``, or of the short options."""
     if cluster is not None:
         for name, value in (
             ("--workers", workers),
@@ -300,7 +300,7 @@ def make_compute(
     jitter: float,
     seed: int | None,
 ) -> ComputeModel:
-    """The compute model of ``--workload``, ``--forward``, ``--backward`` and ``--jitter``."""
+    """Return the compute model of ``--workload``, ``--forward``, ``--backward`` and ``--jitter``."""
     from paceline.runtimes.simulated import ComputeModel
 
     given = {"forward": forward, "backward": backward}

@@ -219,8 +219,10 @@ def _options(values: Mapping[str, object]) -> list[str]:
 
 
 def _stand_in(cluster: Cluster, workload: str | None, made: Planned) -> str | None:
-    """The workload to emulate instead of the script, if this machine has fewer cores than the workers would
-    compute on; None if it has enough, or if there is no workload by that name."""
+    """Return the workload to emulate instead of the script.
+
+    None if this machine has a core for each worker, or if there is no workload by that name.
+    """
     if cluster.workers <= this_machines_cores() or made.compute.workload is None:
         return None
     what = made.compute.what
@@ -250,7 +252,7 @@ def _searched(plan: Plan, events: int, began: float) -> str:
 
 
 def _page_before(output: Path) -> str:
-    """A note that another plan's page is replaced; empty if there is none."""
+    """Return a note that another plan's page is replaced; empty if there is none."""
     from paceline.tools.report.html import NAME
 
     try:

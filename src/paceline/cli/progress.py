@@ -36,7 +36,7 @@ EVERY_SECONDS = 10.0
 
 
 def is_shown(json: bool) -> bool:
-    """Whether standard error is a terminal on which bars and lines may move."""
+    """Return whether standard error is a terminal on which bars and lines may move."""
     return (
         not json and sys.stderr.isatty() and not Console(stderr=True).is_dumb_terminal
     )
@@ -92,7 +92,7 @@ def _print_line(text: str, began: float) -> None:
 
 
 def describe(found: WorkerProgress, steps: int | None = None) -> str:
-    """A training's progress, step time and buckets in one line."""
+    """Return a training's progress, step time and buckets in one line."""
     parts = [
         f"step {found.step}" + f" of {steps}" * bool(steps)
         if found.step

@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 
 def methods() -> list[Entry]:
-    """The methods, those with the strongest consistency first.
+    """Return the methods, those with the strongest consistency first.
 
     Raises:
         UsageError: A method's class has no `summary`.
@@ -93,7 +93,7 @@ def methods() -> list[Entry]:
 
 
 def compressors() -> list[Entry]:
-    """The compressors by name, those to compare with last."""
+    """Return the compressors by name, those to compare with last."""
     from paceline.compression import COMPRESSORS, CONTRIB
 
     entries = [_compressor(name, cls) for name, cls in sorted(COMPRESSORS.items())]
@@ -101,7 +101,7 @@ def compressors() -> list[Entry]:
 
 
 def collectives() -> list[Entry]:
-    """The collectives by name, the default first."""
+    """Return the collectives by name, the default first."""
     from paceline.collectives.registry import COLLECTIVES
 
     entries = [_collective(name, cls) for name, cls in sorted(COLLECTIVES.items())]
@@ -112,7 +112,7 @@ ENTRIES = {"methods": methods, "compressors": compressors, "collectives": collec
 
 
 def settings_keys() -> tuple[Key, ...]:
-    """The keys that every method has."""
+    """Return the keys that every method has."""
     from paceline.core.settings import Settings
 
     found = {key.name: key for key in _own_keys(Settings)}
@@ -322,7 +322,7 @@ def _type_of_text(text: str) -> str:
 
 
 def _meanings(cls: type) -> dict[str, str]:
-    """The meaning of each field, from the ``Attributes`` of the class's docstring and its bases'.
+    """Return the meaning of each field, from the ``Attributes`` of the class's docstring and its bases'.
 
     Empty under ``python -OO``, which drops docstrings.
     """

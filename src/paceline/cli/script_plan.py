@@ -45,7 +45,7 @@ class Planned:
 
 
 def classes(wanted: Sequence[str] | None) -> tuple[Consistency, ...]:
-    """The consistencies that ``--consistency`` allows."""
+    """Return the consistencies that ``--consistency`` allows."""
     from paceline.interfaces import CONSISTENCIES
 
     for name in wanted or []:
@@ -182,7 +182,7 @@ def _busy_cores(cluster: Cluster) -> int:
 
 
 def _said(script: Path, compute: ComputeModel, facts: ScriptAnalysis) -> Workload:
-    """The workload with the times of the options, spread over the script's tensors."""
+    """Return the workload with the times of the options, spread over the script's tensors."""
     from paceline.cluster import Workload
 
     if facts.paced or facts.workload is not None:
@@ -203,7 +203,7 @@ def _workload(
     compute: ComputeModel,
     facts: ScriptAnalysis,
 ) -> tuple[Workload, ComputeModel]:
-    """A step's compute times, and those of the simulated runtime.
+    """Return a step's compute times, and those of the simulated runtime.
 
     They come from the named file, the script's built-in model, the script's own pace, or a measurement."""
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints

@@ -134,8 +134,11 @@ def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) ->
 
 
 def may_register(script: Path) -> bool:
-    """Whether *script*, or a module that it imports, may register names: it mentions a registry. Of modules
-    outside the script's folder only the first file is read, and mentioning paceline is enough."""
+    """Return whether *script*, or a module that it imports, may register names.
+
+    It may if it mentions a registry. Of modules outside the script's folder only the first file is read,
+    and mentioning paceline is enough.
+    """
     folder = script.resolve().parent
     left, seen = [script.resolve()], set[Path]()
     while left:

@@ -129,6 +129,6 @@ def serve(
 
 
 def _was_typed(context: typer.Context, parameter: str) -> bool:
-    """Whether the option is on the command line: its variable may be set for all commands of a machine."""
+    """Return whether the option is on the command line: its variable may be set for the whole machine."""
     source = context.get_parameter_source(parameter)
     return source is not None and source.name == "COMMANDLINE"

@@ -78,7 +78,7 @@ METHODS: dict[str, type[Method]] = {
 
 
 def make(spec: Spec, others: set[str]) -> tuple[Method, dict[str, str]]:
-    """The method that *spec* names, and the keys that are not its own.
+    """Return the method that *spec* names, and the keys that are not its own.
 
     *others* are keys that are not the method's; keys that begin with one of them and a dot belong to
     them. Raises `UsageError` for an unknown name, an unknown key, or a value of the wrong type.

@@ -162,7 +162,7 @@ class BackupWorkers(Discipline):
         return True
 
     def _choice(self, step: int, complete: list[int]) -> list[int] | None:
-        """The workers that count for a step; None while that is not decided."""
+        """Return the workers that count for a step; None while that is not decided."""
         if step not in self._counted:
             if self._follows or len(complete) < self._wait_for:
                 return None

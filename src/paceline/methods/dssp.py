@@ -124,7 +124,7 @@ class DynamicBound(Discipline):
         self._answer(shard, [push for push in self._waiting if push.worker == worker])
 
     def _controlled(self, shard: Shard, worker: int) -> int:
-        """The paper's controller: the fastest worker's number of extra steps; 0 for other workers."""
+        """Return the extra steps of the fastest worker, by the paper's controller; 0 for other workers."""
         here = shard.active_workers(shard.next_unstarted_step())
         clocks = {other: shard.clock(other) for other in here}
         if clocks.get(worker) != max(clocks.values(), default=None):

@@ -175,7 +175,7 @@ class OverlapWorker:
                 due.under_way.append(pending)
 
     def _messages(self) -> Iterable[Message]:
-        """A step's messages in the order of sending: the plan, or each bucket when it is ready."""
+        """Return a step's messages in the order of sending: the plan, or each bucket when it is ready."""
         if self.run.messages is not None:
             return self.run.messages
         return [Message(bucket.index) for bucket in self.run.buckets]
@@ -274,7 +274,7 @@ class OverlapWorker:
             pending.wait()
 
     def _apply(self, some: Sequence[PendingBucket]) -> None:
-        """One step of the optimizer on the parameters of *some* buckets."""
+        """Take one step of the optimizer on the parameters of *some* buckets."""
         pieces, gradients = [], []
         for due in some:
             del self._due[due.bucket.index]
@@ -300,7 +300,7 @@ class HalvesWorker(OverlapWorker):
         """Sums of this step that are not gathered yet, by bucket and start."""
 
     def _messages(self) -> Iterable[Message]:
-        """The plan; without one, both halves of each bucket at once.
+        """Return the plan; without one, both halves of each bucket at once.
 
         A plan of whole messages becomes the paper's: the last bucket is gathered first.
         """
@@ -340,7 +340,7 @@ def _used(bucket: Bucket) -> Iterable[tuple[torch.nn.Parameter, torch.Tensor]]:
 
 
 def part(bucket: Bucket, message: Message) -> torch.Tensor:
-    """The elements of a bucket's buffer that *message* sends.
+    """Return the elements of a bucket's buffer that *message* sends.
 
     Cuts are at whole elements, the same on all ranks.
     """

@@ -85,7 +85,7 @@ class PushPullWorker:
         run.remote.push(bucket, self.step, run.weight, report=self._report(bucket))
 
     def _report(self, bucket: Bucket) -> bytes:
-        """Bytes for the method's servers with the push of *bucket*; see `Discipline.decode_report`."""
+        """Return the bytes for the method's servers with the push of *bucket*; see `Discipline.decode_report`."""
         return b""
 
     def after_update(self) -> None:
@@ -99,5 +99,5 @@ class PushPullWorker:
 
 
 def without_gradient(push: PushedGradient) -> PushedGradient:
-    """The same push for a later reply, without its gradient, which was used: this frees memory."""
+    """Return the same push for a later reply, without its gradient, which was used: this frees memory."""
     return push._replace(gradient=torch.empty(0))

@@ -131,7 +131,7 @@ class StepLengths:
         self._began = {w: began for w, began in self._began.items() if w in here}
 
     def mean(self, worker: int) -> float | None:
-        """The paper's T; None while no step was measured."""
+        """Return the paper's T; None while no step was measured."""
         measured = self._measured[worker]
         return self._seconds[worker] / measured if measured else None
 
@@ -203,16 +203,16 @@ class RoundRobin(Discipline):
             self._is_warm, self._catching_up = True, None
 
     def _begun(self, shard: Shard, worker: int) -> int:
-        """The last step that a worker may have begun."""
+        """Return the last step that a worker may have begun."""
         return shard.clock(worker) - (1 if self._waits(shard, worker) else 0)
 
     def _waits(self, shard: Shard, worker: int) -> bool:
-        """Whether a worker's whole step has arrived, and the worker waits for its turn."""
+        """Return whether a worker's whole step has arrived, and the worker waits for its turn."""
         held = self._held.get(worker)
         return held is not None and shard.clock(worker) > held[0].step
 
     def _whose_turn(self, shard: Shard, here: Sequence[int]) -> int | None:
-        """The worker that continues next; None while its step has not arrived."""
+        """Return the worker that continues next; None while its step has not arrived."""
         waiting = [worker for worker in self._held if self._waits(shard, worker)]
         if waiting and self._is_warm:
             turn = min(here, key=lambda worker: (worker < self._next, worker))

@@ -31,7 +31,7 @@ class Progress:
         self.steps += 1
 
     def as_tensor(self, run: Run) -> torch.Tensor:
-        """The weight since the last exchange, and the number of steps, as a tensor to be sent."""
+        """Return the weight since the last exchange, and the number of steps, as a tensor to be sent."""
         own, device = [self.since.weight, self.steps], run.parameters[0].device
         return torch.tensor(own, dtype=torch.float64, device=device)
 
@@ -58,18 +58,18 @@ class Nodes:
         return len(self.members)
 
     def weight(self, samples: Sequence[float], steps: int) -> float:
-        """The weight of a node whose workers have trained on *samples* in *steps* steps.
+        """Return the weight of a node whose workers have trained on *samples* in *steps* steps.
 
         It is 1 if all workers have trained equally much, and all nodes have equally many workers.
         """
         return sum(samples) * self.count / (self._all.size * steps)
 
     def speaker(self, turn: int) -> int:
-        """The position in this node of the worker that sends for it."""
+        """Return the position in this node of the worker that sends for it."""
         return turn % len(self.members[self.own])
 
     def across(self, turn: int) -> Comm | None:
-        """The group of the nodes' senders; None on other workers, or with one node."""
+        """Return the group of the nodes' senders; None on other workers, or with one node."""
         speaking = [node[turn % len(node)] for node in self.members]
         if self.count == 1 or self._rank not in speaking:
             return None

@@ -159,7 +159,7 @@ class SelSyncWorker(LocalUpdatesWorker):
             self._apply(self._send(0, since=self.fragments[0].since))
 
     def _raises(self, norm: float) -> bool:
-        """Whether this worker raises its flag after a gradient of this norm."""
+        """Return whether this worker raises its flag after a gradient of this norm."""
         if not math.isfinite(norm):
             return True
         window = self.method.window
@@ -175,7 +175,7 @@ class SelSyncWorker(LocalUpdatesWorker):
         return not (full and self._mean(self.changes) < self.method.delta)
 
     def _mean(self, values: list[float]) -> float:
-        """The EWMA of *values*, oldest first; 0 of none."""
+        """Return the EWMA of *values*, oldest first; 0 of none."""
         weights = [(1 - self.method.smoothing) ** age for age in range(len(values))]
         pairs = zip(values, reversed(weights), strict=True)
         return math.fsum(v * w for v, w in pairs) / (math.fsum(weights) or 1.0)
@@ -210,7 +210,7 @@ class SelSyncWorker(LocalUpdatesWorker):
 
 
 def norm_of(parameters: Iterable[torch.nn.Parameter]) -> float:
-    """The sum of the norms of all gradients, tensor by tensor."""
+    """Return the sum of the norms of all gradients, tensor by tensor."""
     norms = [
         torch.linalg.vector_norm(p.grad.detach(), dtype=_wide(p.grad)).double()
         for p in parameters

@@ -53,7 +53,7 @@ class AutoConfig:
         return ALLOWED[: ALLOWED.index(self.consistency) + 1]
 
     def load_cluster(self, workers: int) -> Cluster | None:
-        """The network in the file; None without a file. Raises `ClusterError`."""
+        """Return the network in the file; None without a file. Raises `ClusterError`."""
         if not self.cluster:
             return None
         cluster = load_cluster(Path(self.cluster))
@@ -66,7 +66,11 @@ class AutoConfig:
 
 
 def parse_auto(text: str | None) -> AutoConfig | None:
-    """The configuration in a spec; None if it is not ``auto``. Raises `UsageError` for unknown keys."""
+    """Return the configuration in a spec; None if it is not ``auto``.
+
+    Raises:
+        UsageError: A key is unknown.
+    """
     if text is None or text.partition(":")[0].strip() != NAME:
         return None
     values = spec.parse(text).values

@@ -433,7 +433,7 @@ class Controller:
         return True
 
     def _lost(self, first: int) -> Steps[bool]:
-        """Whether the trial that began at step *first* has cost more than its budget."""
+        """Return whether the trial that began at step *first* has cost more than its budget."""
         (total,) = yield from self._mean_over_ranks(self._since(first))
         return self._has_lost(first, total)
 
@@ -485,7 +485,7 @@ class Controller:
             yield None
 
     def _measure(self) -> Steps[tuple[float, float]]:
-        """Seconds of a step, and their relative spread, as means over ranks."""
+        """Return the seconds of a step, and their relative spread, as means over ranks."""
         period = self._measurements.period
         steps = -(-MEASURED_STEPS // period) * period
         yield from self._wait_steps(steps)
@@ -513,7 +513,7 @@ class Controller:
 
 
 def typical(times: Sequence[float], period: int) -> tuple[float, float]:
-    """Seconds of a step, and the relative spread of the middle half of the steps.
+    """Return the seconds of a step, and the relative spread of the middle half of the steps.
 
     If the steps of a period differ, both are of whole periods. The middle half excludes pauses that other
     processes cause. A single period has no spread, and counts as noisy.

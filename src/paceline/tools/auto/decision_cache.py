@@ -78,7 +78,7 @@ class _File(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def model_digest(names: Sequence[str], sizes: Sequence[int]) -> str:
-    """A digest of a model's tensors."""
+    """Return a digest of a model's tensors."""
     text = "\n".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -97,8 +97,11 @@ class DecisionCache:
     def of(
         cls, config: AutoConfig, options: RunOptions, key: CacheKey
     ) -> DecisionCache:
-        """The cache of a training. In virtual time there is a file only if the user names one: otherwise
-        the second of two equal runs would differ."""
+        """Return the cache of a training.
+
+        In virtual time there is a file only if the user names one. Otherwise the second of two equal runs
+        would differ.
+        """
         if config.file:
             return cls(Path(config.file), key)
         if key.runtime == "simulated":
@@ -106,7 +109,7 @@ class DecisionCache:
         return cls(Path(options.records or ".") / FILE, key)
 
     def load(self) -> CachedDecision | None:
-        """The saved decision of the same training; None without a file.
+        """Return the saved decision of the same training; None without a file.
 
         Raises:
             UsageError: The file cannot be read, or holds only decisions of other trainings.
@@ -232,7 +235,7 @@ def describe_decision(
     cluster: Cluster | None = None,
     file: str = "",
 ) -> list[str]:
-    """A decision as text: a headline, and a line for each fact behind it."""
+    """Return a decision as text: a headline, and a line for each fact behind it."""
     facts = [("measured", _measured(decision, cluster))]
     if decision.chosen != decision.before:
         facts.insert(0, ("method", summary_line(decision.chosen)))

@@ -165,7 +165,7 @@ class TrainingMeasurements:
     # ---- a plan ----
 
     def _known_cluster(self) -> Cluster | None:
-        """The network from a file or from the runtime: it is not measured. An emulated network is
+        """Return the network from a file or from the runtime: it is not measured. An emulated network is
         measured like a real one, unless it has properties that a probe cannot see."""
         if self._named is not None:
             return self._named
@@ -391,7 +391,7 @@ def with_speeds(cluster: Cluster, speeds: Sequence[float]) -> Cluster:
 
 
 def links_alike(rates: Sequence[float], before: Cluster) -> bool:
-    """Whether hosts send as fast to their neighbours as the earlier network allows."""
+    """Return whether hosts send as fast to their neighbours as the earlier network allows."""
     links = [rate for rack in before.racks for rate in rack.links]
     if len(rates) != len(links):
         return not rates  # One host has no links.

@@ -436,7 +436,7 @@ def _as_wanted(
     mine: Sequence[_StateTensor],
     wanted: Sequence[_StateTensor],
 ) -> list[torch.Tensor]:
-    """The *wanted* tensors in order, with zeros for missing ones."""
+    """Return the *wanted* tensors in order, with zeros for missing ones."""
     parameters, there = _parameters(optimizer), set(mine)
     for one in there - set(wanted):
         del optimizer.state[parameters[one.index]][one.name]

@@ -159,7 +159,7 @@ class PlannerProcess:
             self._process.wait()
 
     def answer(self) -> Answer:
-        """The answer, once `is_over` is true."""
+        """Return the answer, once `is_over` is true."""
         status = None if self._process is None else self._process.poll()
         output, errors = _content(self._output), _content(self._errors)
         self.end()
@@ -285,7 +285,7 @@ def predict_present(made: Plan, spec: str, job: TrainingJob) -> Predicted | None
 def worth_trying(
     made: Plan, allowed: Sequence[Consistency], present: Predicted | None
 ) -> list[Estimate]:
-    """The best allowed methods that are predicted to be clearly faster than the present one.
+    """Return the best allowed methods that are predicted to be clearly faster than the present one.
 
     They differ in more than the bucket rule. Of lossy, local and asynchronous methods only the
     recommended ones are returned.

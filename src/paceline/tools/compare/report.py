@@ -240,7 +240,7 @@ class _Comparison:
     # ---- the table ----
 
     def table(self) -> Table:
-        """A row per method, and one for one machine if its time is known."""
+        """Return a row per method, and one for one machine if its time is known."""
         metrics = self._metrics() if self.goal is None else [self.goal.metric]
         planned = any(run.variant.predicted is not None for run in self.runs)
         headings = ["consistency", "method", "step"]
@@ -282,7 +282,7 @@ class _Comparison:
         )
 
     def where_steps_go(self) -> Table:
-        """The parts of each method's step, its bytes, and all metrics."""
+        """Return the parts of each method's step, its bytes, and all metrics."""
         headings = ["method", "buckets", "step", "compute", "exposed", "sent"]
         caption = f"{parts_of_step(self._results)} sent: per worker and step."
         if self.planned is not None:
@@ -303,7 +303,7 @@ class _Comparison:
         )
 
     def ratios(self, seconds: float | None) -> dict[str, Number | None]:
-        """A step of *seconds* relative to the baselines, by column."""
+        """Return a step of *seconds* relative to the baselines, by column."""
         found: dict[str, Number | None] = {}
         if len(self.runs) > 1:
             base = None if self.baseline is None else _step(self.baseline)
@@ -314,7 +314,7 @@ class _Comparison:
         return found
 
     def _cells(self, run: VariantRun) -> dict[str, Cell]:
-        """A run's cells by their headings."""
+        """Return a run's cells by their headings."""
         cells: dict[str, Cell] = {
             "consistency": class_name(run.variant.consistency) or None,
             "predicted": _seconds(run.variant.predicted),
@@ -365,7 +365,7 @@ class _Comparison:
         return Text(title="Notes", lines=lines, level="summary") if lines else None
 
     def bucket_trials(self) -> Text | None:
-        """How planned buckets compare with others; the table shows which ones were used."""
+        """Return how planned buckets compare with others; the table shows which ones were used."""
         lines = self._notes(trials=True)
         return Text(title="Trials of buckets", lines=lines) if lines else None
 
@@ -399,7 +399,7 @@ class _Comparison:
         return Text(title=title, lines=lines, kind="code", level="summary")
 
     def _rank(self, run: VariantRun) -> float | None:
-        """Seconds to the goal if there is one; else seconds of a step."""
+        """Return the seconds to the goal if there is one; else seconds of a step."""
         if self.goal is None:
             return _step(run)
         return None if run.reached is None else run.reached.end_seconds
@@ -407,7 +407,7 @@ class _Comparison:
     # ---- charts ----
 
     def step_times(self) -> BarChart:
-        """A bar per method."""
+        """Return a bar per method."""
         rows = []
         for _, name, run, result in self.ran:
             parts = (result.compute_seconds, result.exposed_communication_seconds)
@@ -487,7 +487,7 @@ class _Comparison:
 def to_json(
     runs: Sequence[VariantRun], goal: Goal | None = None, plan: Plan | None = None
 ) -> str:
-    """The runs as JSON: ``{"variants": [...]}``.
+    """Return the runs as JSON: ``{"variants": [...]}``.
 
     A variant has its spec as given, its consistency, and the fields of its result or failure. It also has its
     relative step times (`KEYS`), and the step and seconds at which it reached the goal. With a *plan* there are
@@ -532,7 +532,7 @@ def _by_key(cells: Mapping[str, Number | None]) -> dict[str, float | None]:
 
 
 def _timeline(shown: _Comparison, folder: Path) -> TimelineSection | None:
-    """A step of each method that left a trace."""
+    """Return a step of each method that left a trace."""
     steps: list[Step] = []
     for _, name, run, _ in shown.ran:
         trace = folder / f"{run.variant.file_name}.trace.json"
@@ -569,14 +569,14 @@ def _files(shown: _Comparison) -> list[Section]:
 
 
 def _metric_cells(run: VariantRun, metrics: Sequence[str]) -> list[Cell]:
-    """A run's last values; a metric may have the same name as another column."""
+    """Return a run's last values; a metric may have the same name as another column."""
     found = {} if run.result is None else run.result.metrics
     values = [found.get(metric) for metric in metrics]
     return [None if one is None else Number(one, f"{one:.4g}") for one in values]
 
 
 def _step(run: VariantRun) -> float | None:
-    """Seconds of a run's step, if it has steps."""
+    """Return the seconds of a run's step, if it has steps."""
     return run.result.step_seconds or None if run.result is not None else None
 
 
@@ -655,7 +655,7 @@ def _curve(metric: str, run: VariantRun) -> Curve:
 
 
 def has_values(curve: Curve) -> bool:
-    """Whether there is anything to draw."""
+    """Return whether there is anything to draw."""
     return any(math.isfinite(value) for value in curve.values)
 
 

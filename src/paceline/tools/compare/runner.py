@@ -73,7 +73,7 @@ class Goal:
             )
 
     def curve(self, steps: Sequence[StepRecord], last: float | None) -> Curve:
-        """The values that one worker logged, each with its step.
+        """Return the values that one worker logged, each with its step.
 
         Args:
             steps: The worker's steps.
@@ -89,8 +89,10 @@ class Goal:
         return values
 
     def rises(self, curves: Sequence[Curve]) -> bool:
-        """Whether larger values are better, judged by most runs; if none shows it, by whether a run begins
-        below the goal."""
+        """Return whether larger values are better, judged by most runs.
+
+        If no run shows it, larger values are better if a run begins at the goal or below it.
+        """
         firsts = [curve[0][1] for curve in curves if curve]
         lasts = [curve[-1][1] for curve in curves if curve]
         pairs = list(zip(firsts, lasts, strict=True))
@@ -101,7 +103,7 @@ class Goal:
         return any(first <= self.value for first in firsts)
 
     def reached(self, values: Curve, rises: bool) -> StepRecord | None:
-        """The first step whose metric is at least as good as the goal."""
+        """Return the first step whose metric is at least as good as the goal."""
         near = ROUNDING * abs(self.value)
         return next(
             (
@@ -264,7 +266,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def _reason(errors: str, status: int) -> str:
-    """The cause of a failed run in one line: paceline's last error, or else the last line."""
+    """Return the cause of a failed run in one line: paceline's last error, or else the last line."""
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     ours = [line.removeprefix(_OURS) for line in lines if line.startswith(_OURS)]
     return (ours or lines or [f"exit status {status}"])[-1]

@@ -191,7 +191,7 @@ class GainEstimator:
     _steps: dict[tuple[str, ...], float | None] = field(default_factory=dict)
 
     def fixed(self, names: Iterable[str]) -> TrainingModel:
-        """The training without the faults *names*."""
+        """Return the training without the faults *names*."""
         names, training = set(names), self.training
         for name, found in self.found.items():
             if name in names and found.fix is not None:
@@ -199,7 +199,7 @@ class GainEstimator:
         return training
 
     def step_seconds(self, names: Collection[str]) -> float:
-        """A step without the faults *names*; infinite if it cannot be predicted."""
+        """Return a step without the faults *names*; infinite if it cannot be predicted."""
         key = tuple(name for name in self.found if name in names)
         if key not in self._steps:
             self._steps[key] = self.fixed(key).step_seconds()

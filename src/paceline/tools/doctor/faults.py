@@ -44,7 +44,7 @@ a smaller gain is not worth an intervention."""
 def _recommended(
     seen: Observed, allowed: Collection[Consistency]
 ) -> dict[Consistency, Estimate]:
-    """The recommendation of ``paceline plan`` for the training; empty if nothing can run."""
+    """Return the recommendation of ``paceline plan`` for the training; empty if nothing can run."""
     training = seen.training
     classes = tuple(one for one in CONSISTENCIES if one in allowed)
     try:
@@ -123,7 +123,7 @@ def message_overhead(seen: Observed) -> Detection | None:
 
 
 def _without_overhead(training: TrainingModel) -> TrainingModel:
-    """The training with messages that cost only their bytes."""
+    """Return the training with messages that cost only their bytes."""
     processor = training.processor
     if processor is not None:
         processor = Processor(byte=processor.byte, cores=processor.cores)
@@ -131,7 +131,7 @@ def _without_overhead(training: TrainingModel) -> TrainingModel:
 
 
 def _variations(text: str) -> list[str]:
-    """The spec with each fixed bucket rule, and with each collective that runs on any network."""
+    """Return the spec with each fixed bucket rule, and with each collective that runs on any network."""
     spec = parse(text)
     changes: list[dict[str, str]] = [{"buckets": rule} for rule in FIXED]
     changes += [
@@ -262,7 +262,7 @@ def network_too_slow(seen: Observed) -> Detection | None:
 
 
 def _run(evidence: Evidence, spec: str) -> str:
-    """The command that runs the script with another method."""
+    """Return the command that runs the script with another method."""
     words = ["paceline", "run", evidence.script or "SCRIPT", "--method", spec]
     more = ["--", *evidence.arguments] if evidence.arguments else []
     return shlex.join([*words, *more])
@@ -311,7 +311,7 @@ FAULTS: tuple[FaultKind, ...] = (
 
 
 def faults_table() -> str:
-    """The table of docs/how-to/find-what-is-slow.md."""
+    """Return the table of docs/how-to/find-what-is-slow.md."""
     lines = ["| fault | measured by | remedy |", "|---|---|---|"]
     lines += [f"| {row.name} | {row.measured_by} | {row.remedy} |" for row in FAULTS]
     return "\n".join(lines)

@@ -103,7 +103,7 @@ def _described() -> tuple[dict[str, Interface], dict[str, str]]:
 
 
 def _kind(link: Any) -> Kind:
-    """The kind of a link in netlink's description."""
+    """Return the kind of a link in netlink's description."""
     if link["flags"] & _LOOPBACK:
         return "loopback"
     info = link.get_attr("IFLA_LINKINFO")
@@ -121,7 +121,7 @@ def _kind(link: Any) -> Kind:
 
 
 def _rate(link: Any) -> float | None:
-    """Bytes per second, as the driver reports them; most virtual interfaces do not."""
+    """Return the bytes per second, as the driver reports them; most virtual interfaces do not."""
     files = _files(link)
     if files is None:
         return None
@@ -133,7 +133,7 @@ def _rate(link: Any) -> float | None:
 
 
 def _files(link: Any) -> Path | None:
-    """The link's folder in /sys; None where /sys shows another network namespace."""
+    """Return the link's folder in /sys; None where /sys shows another network namespace."""
     folder: Path = _INTERFACES / link.get_attr("IFLA_IFNAME")
     with suppress(OSError, ValueError):
         if int((folder / "ifindex").read_text()) == link["index"]:

@@ -189,7 +189,7 @@ def _cautions(runtime: Runtime, reports: Sequence[_WorkerReport]) -> tuple[str, 
 
 
 def _median_workload(reports: Sequence[_WorkerReport]) -> Workload | None:
-    """The workload of the worker with the median time."""
+    """Return the workload of the worker with the median time."""
     known = [one.workload for one in reports if one.workload is not None]
     known.sort(key=lambda one: one.forward_seconds + one.backward_seconds + one.update)
     return known[len(known) // 2] if known else None
@@ -276,7 +276,7 @@ def measure_network(
 def _by_medians(
     probe: ProbeResult, rates: dict[tuple[int, int], list[float]]
 ) -> ProbeResult:
-    """The probe with the medians of all rounds."""
+    """Return the probe with the medians of all rounds."""
     hosts = probe.hosts
     first = {host: hosts.index(host) for host in hosts}
     usual = {flow: median(several) for flow, several in rates.items()}
@@ -311,7 +311,7 @@ def _doubtful(
     rates: Mapping[tuple[int, int], Sequence[float]],
     repeated: Collection[tuple[int, int]],
 ) -> list[tuple[int, int]]:
-    """The slowest other paths relative to their hosts' best: one measurement may mislead."""
+    """Return the slowest other paths relative to their hosts' best: one measurement may mislead."""
     again = set(repeated)
     best_out: dict[int, float] = {}
     best_into: dict[int, float] = {}
@@ -376,14 +376,14 @@ class ExaminedJob:
     seconds: float
 
     def program(self, file: Path, pace: str | None = None) -> ScriptJob:
-        """The program of each worker's process: rank 0 writes the evidence to *file*."""
+        """Return the program of each worker's process: rank 0 writes the evidence to *file*."""
         words = [f"--output={file}", f"--seconds-per-pair={self.seconds}"]
         if self.script is not None:
             words += [self.script, *self.arguments]
         return ScriptJob(_PROGRAM, words, replace(self.options, pace=pace))
 
     def read(self, file: Path) -> Evidence | None:
-        """The program's output; None if rank 0 is on another machine."""
+        """Return the program's output; None if rank 0 is on another machine."""
         return self._named(Evidence.read(file.read_bytes())) if file.exists() else None
 
     def simulate(

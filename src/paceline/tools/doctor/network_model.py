@@ -69,11 +69,11 @@ class NetworkModel:
         return tuple(sorted(numbers))
 
     def on(self, host: int) -> list[WorkerEvidence]:
-        """The workers of a host."""
+        """Return the workers of a host."""
         return [one for one in self.evidence.workers if one.host == host]
 
     def label(self, host: int) -> str:
-        """A host's name for readers: ``"worker 2"``, ``"node7 (host 2)"``."""
+        """Return a host's name for readers: ``"worker 2"``, ``"node7 (host 2)"``."""
         mine = self.on(host)
         names = {one.host: one.name for one in self.evidence.workers}
         named = len(set(names.values())) == len(names) and names.get(host)
@@ -124,7 +124,7 @@ class NetworkModel:
         return [pair for pair in self.rates if pair[end] == host]
 
     def link(self, host: int, direction: Direction) -> float:
-        """Bytes per second of a host's link.
+        """Return the bytes per second of a host's link.
 
         It is rated by its best paths, without the very best of many. Paths within its rack and paths
         beyond are ranked separately.
@@ -160,7 +160,7 @@ class NetworkModel:
         return {pair: usual for pair, usual in found.items() if few.issuperset(pair)}
 
     def _usual_of(self, source: int, target: int) -> float:
-        """The expected rate of a path, by others of its two hosts: in a rack at least that beyond it."""
+        """Return the expected rate of a path, by others of its hosts; in a rack at least the rate beyond it."""
         rack = next((rack for rack in self.racks if source in rack), self.hosts)
         out, into = self.paths_of(source, OUT), self.paths_of(target, IN)
         if target not in rack:
@@ -264,7 +264,7 @@ class NetworkModel:
 
 
 def _near_best(values: Sequence[float], *, reverse: bool) -> float:
-    """The best value; of four and more the second best, and so on, since one measurement may be lucky."""
+    """Return the best value; of four or more the second best, and so on: one may be lucky."""
     ranked = sorted(values, reverse=reverse)
     return ranked[(len(ranked) - 1) // 4] if ranked else 0.0
 

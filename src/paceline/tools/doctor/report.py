@@ -73,7 +73,7 @@ def doctor_report(
 def plan_command(
     evidence: Evidence, torchrun: Sequence[str], options: Mapping[str, object]
 ) -> str:
-    """The command to run if there is no fault: the plan of the same job, with its *options*."""
+    """Return the command to run if there is no fault: the plan of the same job, with its *options*."""
     if not evidence.script:
         return "paceline doctor SCRIPT (it also measures where each step goes)"
     words = ["paceline", "plan", evidence.script]
@@ -87,7 +87,7 @@ def plan_command(
 
 
 def to_json(found: Diagnosis, evidence: Evidence) -> str:
-    """The diagnosis as a JSON object, with the report's derived figures and the ``evidence``."""
+    """Return the diagnosis as a JSON object, with the report's derived figures and the ``evidence``."""
     content = msgspec.to_builtins(found) | {
         "headline": _headline(found, evidence),
         "speedup": found.speedup,
@@ -148,7 +148,7 @@ def _faults(found: Diagnosis, evidence: Evidence, next_command: str) -> Text:
 
 
 def _fault(found: Diagnosis, number: int) -> str:
-    """One fault: its title and gain, then its advice."""
+    """Return one fault: its title and gain, then its advice."""
     fault = found.faults[number]
     gain = "What fixing it saves cannot be predicted."
     if fault.gain_seconds is not None:
@@ -165,7 +165,7 @@ def _part(gain: float, found: Diagnosis) -> str:
 
 
 def _explained(found: Diagnosis, evidence: Evidence) -> str:
-    """How much of the measured step the prediction explains."""
+    """Return how much of the measured step the prediction explains."""
     step, predicted = found.step_seconds, found.predicted_seconds
     beyond = found.unexplained_seconds
     if step is None or predicted is None or beyond is None:
@@ -219,7 +219,7 @@ def _all_faults(found: Diagnosis) -> list[Section]:
 
 
 def _costs(found: Diagnosis) -> BarChart:
-    """A step as measured, as predicted, without the faults, and its lower bound."""
+    """Return a step as measured, as predicted, without the faults, and its lower bound."""
     bound = "lower bound for exact averaging"
     rows = [
         ("measured", found.step_seconds),
@@ -272,7 +272,7 @@ def _host(number: int, name: str) -> str:
 
 
 def _phase_table(found: Diagnosis, evidence: Evidence) -> Table | None:
-    """The parts of each worker's step; also shown on the terminal."""
+    """Return the parts of each worker's step; also shown on the terminal."""
     have = _with_steps(evidence.workers, MOST_ROWS)
     if not have:
         return None

@@ -71,7 +71,7 @@ class Detection:
     command: str = ""
 
     def with_symptom(self, symptom: Detection, hosts: Hosts) -> Detection:
-        """The same fault, whose fix also fixes *symptom* on *hosts*."""
+        """Return the same fault, whose fix also fixes *symptom* on *hosts*."""
         own, other = self.fix, symptom.fix
         if own is None or other is None:
             return self
@@ -197,7 +197,7 @@ def wrong_interface(seen: Observed) -> Detection | None:
 def _better_interface(
     network: NetworkModel, worker: WorkerEvidence
 ) -> Interface | None:
-    """The better interface for a worker's collectives, if all hosts have one in its network."""
+    """Return the better interface for a worker's collectives, if all hosts have one in its network."""
     used = worker.interface
     if used is None:
         return None
@@ -379,7 +379,7 @@ def _ends(seen: Observed, is_bad: Callable[[int, Direction], bool]) -> Ends:
 
 
 def _is_one_path(network: NetworkModel, bad: Ends) -> bool:
-    """Whether one of two hosts' two paths is bad: then the faulty link is unknown."""
+    """Return whether one of two hosts' two paths is bad: then the faulty link is unknown."""
     return len(network.hosts) == 2 and sorted(bad.values()) == [(IN,), (OUT,)]
 
 
@@ -568,7 +568,7 @@ come last, too, and are seldom more than nine tenths of a model."""
 
 
 def no_overlap(seen: Observed) -> Detection | None:
-    """A model whose gradients all become ready at the end of backward."""
+    """Return a model whose gradients all become ready at the end of backward."""
     network = seen.network
     steps = [one.step for one in network.evidence.workers if one.step is not None]
     if not steps or network.evidence.workload is None:
@@ -629,7 +629,7 @@ def _error(seconds: Measured, count: int) -> float:
 
 
 def _full_speed(ranks: Collection[int]) -> Callable[[TrainingModel], TrainingModel]:
-    """A fix that makes the workers *ranks* as fast as the median one."""
+    """Return a fix that makes the workers *ranks* as fast as the median one."""
 
     def fix(training: TrainingModel) -> TrainingModel:
         usual = median_high(training.speeds)

@@ -81,7 +81,7 @@ class TrainingModel:
 
     @classmethod
     def of(cls, network: NetworkModel) -> TrainingModel:
-        """The training as it was measured.
+        """Return the training as it was measured.
 
         Raises:
             UsageError: There are fewer than two hosts, paths without a measurement, or different
@@ -191,7 +191,7 @@ class TrainingModel:
         )
 
     def step_seconds(self, spec: str = "") -> float | None:
-        """Seconds of a step with *spec* (by default its own); None if it cannot run there."""
+        """Return the seconds of a step with *spec* (by default its own); None if it cannot run there."""
         found = predict(self.job, spec or self.spec)
         return None if isinstance(found, Infeasible) else found.step_seconds
 
@@ -290,14 +290,14 @@ def _check(network: NetworkModel, ranks: Sequence[int], placed: Sequence[int]) -
 
 
 def _mean_link(network: NetworkModel, host: int, way: Direction) -> float:
-    """Bytes per second of a host's link; the mean if it varies."""
+    """Return the bytes per second of a host's link; the mean if it varies."""
     if network.steady(host, way) < VARIES:
         return network.heights(host, way)[0]
     return network.link(host, way)
 
 
 def _latencies(network: NetworkModel) -> tuple[float, float]:
-    """One-way seconds within a rack, and the addition of each end beyond it."""
+    """Return the one-way seconds within a rack, and the addition of each end beyond it."""
     near: list[float] = []
     far: list[float] = []
     rack_of = {host: rack for rack in network.racks for host in rack}

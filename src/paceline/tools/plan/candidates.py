@@ -54,14 +54,14 @@ def candidate(spec: str | Spec) -> Candidate:
 
 
 def consistency_of(method: Method, settings: Settings) -> Consistency:
-    """The weakest consistency of a method, its collective and its compressor."""
+    """Return the weakest consistency of a method, its collective and its compressor."""
     own: Consistency = getattr(method, "consistency", "asynchronous")
     how: Consistency = getattr(COLLECTIVES[settings.collective], "consistency", "exact")
     return weaker(weaker(own, how), settings.compression.code.consistency)
 
 
 def declared_consistency(text: str) -> Consistency:
-    """The consistency of a spec, even of one that is not valid for training."""
+    """Return the consistency of a spec, even of one that is not valid for training."""
     try:
         return candidate(text).consistency
     except UsageError:
@@ -72,9 +72,9 @@ def declared_consistency(text: str) -> Consistency:
 
 
 def summary_line(text: str) -> str:
-    """How a spec differs from DDP, from the registries' summaries: what it waits for, and what it sends.
+    """Return how a spec differs from DDP: what it waits for, and what it sends.
 
-    Empty without a summary.
+    The text is from the registries' summaries; it is empty without a summary.
     """
     try:
         method, settings = parse_method(text)
@@ -194,7 +194,7 @@ def _candidates(
 
 
 def _placed(spec: Spec, cluster: Cluster) -> Spec:
-    """The spec with a server on each host, if it uses servers and the cluster has no hosts for them."""
+    """Return the spec with a server on each host, if it uses servers but the cluster has no server hosts."""
     method, settings = parse_method(str(spec))
     served = (
         method.updates_on == "server"

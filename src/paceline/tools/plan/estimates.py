@@ -96,7 +96,7 @@ class Baseline(msgspec.Struct, frozen=True, kw_only=True):
         return None if self.batch is None else self.batch / estimate.step_seconds
 
     def bound_ratio(self, estimate: Estimate) -> float:
-        """The step over `lower_bound_seconds`; below 1 if a method sends less than the gradient."""
+        """Return the step over `lower_bound_seconds`; below 1 if a method sends less than the gradient."""
         return estimate.step_seconds / self.lower_bound_seconds
 
 
@@ -132,15 +132,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return recommend(self.estimates)
 
     def estimate(self, spec: str) -> Estimate | None:
-        """The estimate of *spec*."""
+        """Return the estimate of *spec*."""
         return next((one for one in self.estimates if one.spec == spec), None)
 
 
 def fastest(
     estimates: Sequence[Estimate], allowed: Collection[Consistency] = CONSISTENCIES
 ) -> dict[Consistency, Estimate]:
-    """The fastest estimate of each allowed consistency, the strongest first. A rejected estimate counts only if its
-    consistency has no other."""
+    """Return the fastest estimate of each allowed consistency, the strongest first.
+
+    A rejected estimate counts only if its consistency has no other.
+    """
     found: dict[Consistency, Estimate] = {}
     for one in sorted(estimates, key=lambda one: (one.rejected, one.step_seconds)):
         found.setdefault(one.consistency, one)
@@ -150,7 +152,7 @@ def fastest(
 def recommend(
     estimates: Sequence[Estimate], allowed: Collection[Consistency] = CONSISTENCIES
 ) -> dict[Consistency, Estimate]:
-    """The method to use for each consistency, the strongest first.
+    """Return the method to use for each consistency, the strongest first.
 
     - If every gradient is applied unchanged (`LOSSLESS`): the fastest.
     - Otherwise gradients that are not sent are lost. Methods compete whose step takes at most `GENTLE` times the
@@ -198,7 +200,7 @@ def _sends_most(estimates: Sequence[Estimate], best: Estimate) -> Estimate:
 
 
 def lower_bound_seconds(cluster: Cluster, workload: Workload) -> float:
-    """The shortest step of any exact average of all uncompressed gradients.
+    """Return the shortest step of any exact average of all uncompressed gradients.
 
     The slowest worker computes, and meanwhile
 

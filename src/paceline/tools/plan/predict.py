@@ -68,7 +68,7 @@ MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
 def plain_sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer if none is named."""
+    """Return the optimizer that is used if none is named."""
     return torch.optim.SGD(parameters, lr=1e-3)
 
 
@@ -210,7 +210,7 @@ def _predicted(
 
 
 def _warm_up(job: TrainingJob, spec: str) -> str:
-    """A note on the bytes of the first steps, which the figures leave out."""
+    """Return a note on the bytes of the first steps, which the figures leave out."""
     compression = _of_epochs(parse_method(spec)[1].compression, job)
     workload = job.workload
     shapes = workload.shapes or [nearly_square(size // 4) for size in workload.sizes]
@@ -221,7 +221,7 @@ def _warm_up(job: TrainingJob, spec: str) -> str:
 def _of_epochs(
     compression: GradientCompression, job: TrainingJob
 ) -> GradientCompression:
-    """The compressor with the epochs of the script's sampler."""
+    """Return the compressor with the epochs of the script's sampler."""
     return compression.with_epoch(job.epoch_steps) if job.epoch_steps else compression
 
 
@@ -271,7 +271,7 @@ def _learns_for(method: Any) -> int:
 
 
 def says_more_in_full(spec: str) -> bool:
-    """Whether a full run can differ from a short run with the same tensors."""
+    """Return whether a full run can differ from a short run with the same tensors."""
     quick, full = (_as_run(spec, short, brief=True) for short in (True, False))
     method = full.method
     return (
@@ -283,7 +283,7 @@ def says_more_in_full(spec: str) -> bool:
 
 
 def _shorter(method: Any, steps: int) -> tuple[Method, int]:
-    """The method with rounds of about *steps* steps, and by how many they are shorter.
+    """Return the method with rounds of about *steps* steps, and by how many they are shorter.
 
     It is unchanged if rounds are not longer, or if a shorter round would make it another method."""
     whole = getattr(method, "sync_every", 0)
@@ -331,7 +331,7 @@ def merge_tensors(workload: Workload, most: int = FEW) -> Workload:
 
 
 def short_run_specs(spec: str) -> tuple[str, ...]:
-    """The specs that represent *spec* in short runs.
+    """Return the specs that represent *spec* in short runs.
 
     If measurements plan its buckets, they are DDP's rule, which a short run uses instead, and a bucket per tensor.
     Planned buckets are as fast as the faster of them, or a little faster.
@@ -385,13 +385,13 @@ def _simulate(job: TrainingJob, run: _Run) -> tuple[SimulationResult, int]:
 
 
 def _events(outcome: SimulationResult, job: TrainingJob) -> int:
-    """The work of a run: events of the clock, and the tensors of all passes of all workers."""
+    """Return the work of a run: events of the clock, and the tensors of all passes of all workers."""
     passes = job.passes * sum(one.step_count for one in outcome.recorders)
     return outcome.events + passes * len(job.workload.names)
 
 
 def _charged(job: TrainingJob) -> Workload:
-    """The workload with the input time of all batches of a step. A batch of unknown size counts as
+    """Return the workload with the input time of all batches of a step. A batch of unknown size counts as
     one sample, so that more batches take longer."""
     workload = job.workload
     batches = job.batches * job.passes / (workload.passes or 1)
@@ -408,7 +408,7 @@ def _use_gradients(model: torch.nn.Module) -> None:
 
 
 def _few_are_enough(job: TrainingJob, run: _Run) -> bool:
-    """Whether a few representatives of many workers give the figures of all workers."""
+    """Return whether a few representatives of many workers give the figures of all workers."""
     return (
         job.cluster.workers > FEW_DRIFT
         and getattr(run.method, "symmetric", False)

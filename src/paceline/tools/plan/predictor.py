@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 def usual_events(cluster: Cluster) -> int:
-    """The default limit on a plan's simulated events: enough for all candidates of usual models on
+    """Return the default limit on a plan's simulated events: enough for all candidates of usual models on
     up to `FEW_WORKERS` workers."""
     more = MORE_SECONDS * max(0, cluster.workers - FEW_WORKERS)
     return round(EVENTS_PER_SECOND * (USUAL_SECONDS + more))
@@ -169,7 +169,7 @@ class Predictor:
 
 
 def has_rows_of_others() -> bool:
-    """Whether the script, or a module that it imports, has added rows to a registry.
+    """Return whether the script, or a module that it imports, has added rows to a registry.
 
     Other processes would not know these rows.
     """
@@ -179,7 +179,10 @@ def has_rows_of_others() -> bool:
 
 
 def _can_travel(asked: Sequence[tuple[Any, ...]]) -> bool:
-    """Whether another process can unpickle the questions: it cannot import modules of the script's folder."""
+    """Return whether another process can unpickle the questions.
+
+    It cannot import modules of the script's folder.
+    """
     jobs = (part for one in asked for part in one if isinstance(part, TrainingJob))
     if not all(is_known_elsewhere(job.optimizer) for job in jobs):
         return False
@@ -191,7 +194,7 @@ def _can_travel(asked: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def is_known_elsewhere(make: MakeOptimizer) -> bool:
-    """Whether an optimizer's class is torch's or paceline's."""
+    """Return whether an optimizer's class is torch's or paceline's."""
     module = str(getattr(getattr(make, "func", make), "__module__", ""))
     return module.partition(".")[0] in ("torch", __name__.partition(".")[0])
 

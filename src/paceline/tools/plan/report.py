@@ -90,7 +90,7 @@ class Question:
     stand_in: str | None = None
 
     def __str__(self) -> str:
-        """The network and a worker's computation, in one line."""
+        """Return the network and a worker's computation, in one line."""
         work = self.workload
         text = (
             f"{self.cluster.describe()}; {show_seconds(work.forward_seconds)} forward + "
@@ -160,7 +160,7 @@ def plan_report(
 def headline(
     plan: Plan, suggestions: Suggestions | None = None, cluster: Cluster | None = None
 ) -> list[str]:
-    """The answer to "which method, here?", in at most five lines."""
+    """Return the answer to "which method, here?", in at most five lines."""
     baseline = plan.baseline
     if not plan.estimates:
         return ["1 worker is one machine: it sends nothing, whatever the method."]
@@ -217,7 +217,7 @@ def _over_ddp(plan: Plan, estimate: Estimate) -> float:
 
 
 def _weaker(plan: Plan) -> list[Estimate]:
-    """The recommended methods of weaker consistencies that are `WORTH` it; of many, the fastest."""
+    """Return the recommended methods of weaker consistencies that are `WORTH` it; of many, the fastest."""
     _, best = _strongest(plan)
     found, seconds = [], best.step_seconds
     for one in plan.recommended.values():
@@ -230,7 +230,7 @@ def _weaker(plan: Plan) -> list[Estimate]:
 def _slower_than_one(
     plan: Plan, suggestions: Suggestions | None, cluster: Cluster | None
 ) -> list[str]:
-    """The answer if the strongest consistency gains nothing over one machine."""
+    """Return the answer if the strongest consistency gains nothing over one machine."""
     baseline = plan.baseline
     consistency, best = _strongest(plan)
     what = (
@@ -281,7 +281,7 @@ def _or(words: Sequence[str]) -> str:
 
 
 def class_name(consistency: str) -> str:
-    """A consistency's name in tables."""
+    """Return a consistency's name in tables."""
     return "local updates" if consistency == "local" else consistency
 
 
@@ -375,7 +375,7 @@ LEGEND = (
 
 
 def _columns(plan: Plan, *, brief: bool) -> list[_Column]:
-    """The columns that have values in this plan."""
+    """Return the columns that have values in this plan."""
     empty = set()
     if plan.estimate(DDP) is None:
         empty.add("vs. DDP")
@@ -399,7 +399,7 @@ class _Footnotes:
 
 
 def _best(plan: Plan, question: Question) -> Table:
-    """One machine, DDP, and the best method of each consistency."""
+    """Return one machine, DDP, and the best method of each consistency."""
     columns = _columns(plan, brief=True)
     notes = _Footnotes()
     shown = best_of_each_class(plan)
@@ -429,7 +429,7 @@ def _best(plan: Plan, question: Question) -> Table:
 
 
 def summary_lines(specs: Sequence[str]) -> Text | None:
-    """How each method differs from DDP, for tables that show it."""
+    """Return how each method differs from DDP, for tables that show it."""
     lines = [f"{spec}: {line}." for spec in specs if (line := summary_line(spec))]
     return Text(title="Methods", lines=lines, level="summary") if lines else None
 
@@ -464,7 +464,7 @@ def _estimated_compression(estimates: Sequence[Estimate], script: str) -> str:
 
 
 def _candidates(plan: Plan) -> Table:
-    """All estimates; those with equal figures share a row."""
+    """Return all estimates; those with equal figures share a row."""
     columns = _columns(plan, brief=False)
     groups: dict[tuple[object, ...], list[Estimate]] = {}
     for one in plan.estimates:
@@ -687,7 +687,7 @@ def _timeline(steps: Sequence[Step]) -> TimelineSection | None:
 def commands(
     plan: Plan, script: str, arguments: Sequence[str] = ()
 ) -> dict[Consistency, str]:
-    """The command that trains with the recommended method, by consistency."""
+    """Return the command that trains with the recommended method, by consistency."""
     return {
         consistency: command(one.spec, script, arguments)
         for consistency, one in plan.recommended.items()
@@ -702,7 +702,7 @@ def command(
     verb: str = "run",
     options: Sequence[str] = (),
 ) -> str:
-    """A command that runs a script with a method."""
+    """Return a command that runs a script with a method."""
     words = ["paceline", verb, script, *options, "--method", spec]
     return shlex.join([*words, *(["--", *arguments] if arguments else [])])
 
@@ -736,7 +736,7 @@ def _train_to_compare(plan: Plan, question: Question) -> Text | None:
 
 
 def _trial(plan: Plan, question: Question) -> Text | None:
-    """A command that tries the recommended method in real processes on this machine."""
+    """Return a command that tries the recommended method in real processes on this machine."""
     if question.network is None:
         return None
     script, arguments, caption = question.script, question.arguments, ""
@@ -792,7 +792,7 @@ def _panels(
     factor: float,
     dotted: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> list[Panel]:
-    """A panel for each link."""
+    """Return a panel for each link."""
     panels = []
     for rate in sorted({point.rate for point in points}):
         series = []
@@ -810,7 +810,7 @@ def _panels(
 
 
 def _points(points: Sequence[ScalingPoint]) -> Table:
-    """A row for each consistency and number of workers, a column for each link."""
+    """Return a row for each consistency and number of workers, a column for each link."""
     rates = sorted({point.rate for point in points})
     rows: dict[tuple[str, int], dict[float, ScalingPoint]] = {}
     for point in points:
@@ -845,9 +845,15 @@ def to_json(
     question: Question,
     points: Sequence[ScalingPoint] = (),
 ) -> str:
-    """The plan as a JSON object: the keys of plan and suggestions, the `headline`, the `fastest` and `recommended`
-    spec and the `commands` by consistency, and `scaling`. Estimates also have the columns that compare them with
-    others."""
+    """Return the plan as a JSON object.
+
+    It has the keys of *plan* and *suggestions*, and these:
+
+    - ``headline``, ``scaling``.
+    - ``fastest``, ``recommended``, ``commands``: by consistency.
+
+    Estimates also have the columns that compare them with others.
+    """
     content = msgspec.to_builtins(plan) | msgspec.to_builtins(suggestions)
     content["estimates"] = [_with_columns(plan, one) for one in plan.estimates]
     content["headline"] = headline(plan, suggestions, question.cluster)

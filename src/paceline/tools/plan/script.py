@@ -164,7 +164,7 @@ def _refusals(
 
 
 def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAnalysis:
-    """The result of a run under bsp."""
+    """Return the result of a run under bsp."""
     habits: list[StepHabits] = []
     simulation = _run(script, arguments, "bsp", scratch, habits)
     trainings = simulation.registry_of(0).trainings
@@ -198,7 +198,7 @@ def _analyzed(script: str, arguments: Sequence[str], scratch: Path) -> ScriptAna
 def _untried(
     analysis: ScriptAnalysis | None, allowed: Collection[Consistency]
 ) -> list[list[str]]:
-    """The kinds with a method of an *allowed* consistency that were not run yet."""
+    """Return the kinds with a method of an *allowed* consistency that were not run yet."""
     tried = () if analysis is None else analysis.tried
     return [
         kind
@@ -228,7 +228,7 @@ def _encode(optimizer: object) -> dict[str, object]:
 
 
 def _is_plain(values: Iterable[object]) -> bool:
-    """Whether JSON can hold all *values*."""
+    """Return whether JSON can hold all *values*."""
     return all(
         _is_plain(value)
         if isinstance(value, tuple)

@@ -221,11 +221,11 @@ class _Search:
             self.whole.add(one.spec)
 
     def seconds(self, spec: str) -> float:
-        """The step time of a spec, as far as it is known."""
+        """Return the step time of a spec, as far as it is known."""
         return self.found[spec].step_seconds
 
     def _best(self) -> dict[Consistency, str]:
-        """The fastest spec of each consistency so far; of equal ones the first."""
+        """Return the fastest spec of each consistency so far; of equal ones the first."""
         best: dict[Consistency, str] = {}
         for consistency in CONSISTENCIES:
             mine = [
@@ -236,7 +236,7 @@ class _Search:
         return best
 
     def _waiting(self) -> dict[Consistency, str]:
-        """The best spec of each consistency if it waits for the network: others cannot gain."""
+        """Return the best spec of each consistency if it waits for the network: others cannot gain."""
         return {
             consistency: spec
             for consistency, spec in self._best().items()
@@ -280,7 +280,7 @@ class _Search:
         )
 
     def plan(self) -> Plan:
-        """The figures as a plan."""
+        """Return the figures as a plan."""
         job = self.job
         batch = job.workload.batch
         if batch is not None:
@@ -316,7 +316,7 @@ def _figures(one: Estimate) -> tuple[object, ...]:
 
 
 def _in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The first of each consistency, then the second of each, and so on."""
+    """Return the first of each consistency, then the second of each, and so on."""
     seen: Counter[Consistency] = Counter()
     ranked = []
     for one in candidates:
@@ -329,7 +329,7 @@ def _in_turns(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def compressor_of(spec: str) -> str:
-    """A method's compressor, by its name in workloads."""
+    """Return a method's compressor, by its name in workloads."""
     _, settings = parse_method(spec)
     return full_spec(settings.compression.steady_state())
 

@@ -122,7 +122,7 @@ OnProgress = Callable[[str, int], None]
 
 
 def collective_options(cluster: Cluster) -> tuple[CollectiveOption, ...]:
-    """The collectives to compare on a cluster."""
+    """Return the collectives to compare on a cluster."""
     options = [
         CollectiveOption("ring", Ring()),
         CollectiveOption("hierarchical", Hierarchical()),
@@ -177,7 +177,7 @@ def upgrade_step(
     racks: Collection[int],
     upgrade: Upgrade = UNLIMITED,
 ) -> UpgradeStep:
-    """A step with *option* where the switches of *racks* aggregate; their order is kept."""
+    """Return a step with *option* where the switches of *racks* aggregate; their order is kept."""
     sizes, pace = workload.gradient_bytes, 1 / min(cluster.speeds)
     price, later = _cost(option, _upgraded(cluster, racks, upgrade))
     ready = [pace * seconds_of + later for seconds_of in workload.ready_seconds]
@@ -214,7 +214,7 @@ def _steps(
 
 
 def _different(cluster: Cluster, chosen: Collection[int]) -> list[int]:
-    """The first of each kind of remaining rack: equal racks gain the same."""
+    """Return the first of each kind of remaining rack: equal racks gain the same."""
     hosts = [server.rack for server in cluster.servers]
     kinds: dict[Hashable, int] = {}
     for number, rack in enumerate(cluster.racks):
@@ -281,7 +281,7 @@ def _line(price: Callable[[int], float]) -> AffineCost:
 
 
 def _placement(option: CollectiveOption, cluster: Cluster) -> Placement:
-    """All workers of *cluster*, with its server hosts if the option uses them."""
+    """Return all workers of *cluster*, with its server hosts if the option uses them."""
     at = Placement.on(cluster)
     return at if option.dedicated else replace(at, cluster=replace(cluster, servers=()))
 
@@ -292,7 +292,7 @@ def _placement(option: CollectiveOption, cluster: Cluster) -> Placement:
 def upgrade_report(
     plan: UpgradePlan, cluster: Cluster, *, title: str, command: str = ""
 ) -> Report:
-    """The ranking as a report: throughput by the number of aggregating switches."""
+    """Return the ranking as a report: throughput by the number of aggregating switches."""
     answer, *details = advice(plan)
     return Report(
         title=f"{title}: {cluster.describe()}",
@@ -305,7 +305,7 @@ def upgrade_report(
 
 
 def advice(plan: UpgradePlan) -> list[str]:
-    """The fastest collective without upgrades, then the gains of the others by switches."""
+    """Return the fastest collective without upgrades, then the gains of the others by switches."""
     starts = {name: steps[0].step_seconds for name, steps in plan.options.items()}
     start = min(starts, key=starts.__getitem__)  # on a tie the first, without servers
     now = starts[start]
@@ -342,7 +342,7 @@ def _switches(number: int) -> str:
 
 
 def _table(plan: UpgradePlan) -> Table:
-    """A row for each number of switches, a column for each collective."""
+    """Return a row for each number of switches, a column for each collective."""
     rows: list[list[Cell]] = []
     for switches in range(plan.ready, plan.racks + 1):
         cells: list[Cell] = [Number(switches, str(switches))]
@@ -387,7 +387,7 @@ def _unit(plan: UpgradePlan) -> str:
 
 
 def _with(steps: Sequence[UpgradeStep], switches: int) -> UpgradeStep:
-    """The step with that many switches; a collective without switches has the same step for any number."""
+    """Return the step with that many switches; without switches it is the same for any number."""
     return next((one for one in steps if one.switches == switches), steps[0])
 
 

@@ -160,7 +160,7 @@ class _LinkSearch:
         return sorted(inside) or [math.sqrt(self.low * self.high)]
 
     def _guess(self) -> float:
-        """The factor at which ``a + b / factor`` through the two nearest predictions meets the target."""
+        """Return the factor at which ``a + b / factor``, fitted to the two nearest points, meets the target."""
         near = [(self.high, self.high_seconds), (self.low, self.low_seconds)]
         if not self.low or self.high == math.inf:
             looks = sorted(
@@ -196,7 +196,7 @@ class _LinkSearch:
         )
 
     def found(self, slowest: float) -> BreakEven:
-        """The result, if the slowest link has *slowest* bytes per second."""
+        """Return the result, if the slowest link has *slowest* bytes per second."""
         words, rate = "no link makes it as fast as one machine", None
         if self.high <= 1 / MOST_SCALE:
             words = f"faster than one machine even at {show_rate(slowest / MOST_SCALE)}"
@@ -208,7 +208,7 @@ class _LinkSearch:
 
 
 def with_links(cluster: Cluster, scale: float) -> Cluster:
-    """The cluster with all links, uplinks and links of servers *scale* times as fast."""
+    """Return the cluster with all links, uplinks and links of servers *scale* times as fast."""
     racks = tuple(
         replace(
             rack,
@@ -319,7 +319,7 @@ def _larger_updates(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def _fewer_workers(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """The faster half of the hosts, and all hosts but the slowest one."""
+    """Return the faster half of the hosts, and all hosts but the slowest one."""
     cluster = job.cluster
     hosts = fastest_first(cluster)
     counts = {cluster.hosts // 2}
@@ -343,14 +343,14 @@ def fastest_first(cluster: Cluster) -> list[int]:
 
 
 def _speed_of_host(cluster: Cluster, host: int) -> tuple[float, float]:
-    """A host's link, and the speed of its slowest worker."""
+    """Return a host's link, and the speed of its slowest worker."""
     mine = [w for w in range(cluster.workers) if cluster.host_of(w) == host]
     link = cluster.capacities[cluster.link_out_of(host)]
     return link, min(cluster.speeds[w] for w in mine)
 
 
 def with_hosts(cluster: Cluster, hosts: list[int]) -> Cluster:
-    """The cluster of these hosts, without rules, and with the servers of the remaining racks."""
+    """Return the cluster of these hosts, without rules, and with the servers of the remaining racks."""
     racks: list[Rack] = []
     kept: dict[int, int] = {}
     first = 0
@@ -453,7 +453,7 @@ def scaling_grid(
 
 
 def shortlist(plan: Plan) -> dict[Consistency, list[str]]:
-    """The fastest specs of each consistency that differ in method or compressor."""
+    """Return the fastest specs of each consistency that differ in method or compressor."""
     found: dict[Consistency, dict[tuple[str, object], str]] = {}
     estimates = [
         *plan.recommended.values(),
@@ -497,7 +497,7 @@ def _extend(
 
 
 def _is_flat(curve: Curve) -> bool:
-    """Whether no link makes the step shorter by more than `NEGLIGIBLE`.
+    """Return whether no link makes the step shorter by more than `NEGLIGIBLE`.
 
     A step is a convex function of the time per byte. So towards zero it falls at most as steeply as
     between the last two links."""

@@ -52,7 +52,7 @@ _DECADES = 3
 
 
 def svg_of(chart: BarChart | LineChart, theme: Theme) -> str:
-    """The chart as an SVG document."""
+    """Return the chart as an SVG document."""
     with house_style(theme):
         figure = draw(chart, theme)
         # A fixed salt gives equal ids in every run.
@@ -65,7 +65,7 @@ def svg_of(chart: BarChart | LineChart, theme: Theme) -> str:
 
 
 def draw(chart: BarChart | LineChart, theme: Theme = "light") -> Figure:
-    """The chart as a figure, to be made and saved within `house_style`."""
+    """Return the chart as a figure, to be made and saved within `house_style`."""
     if isinstance(chart, BarChart):
         return _bars(chart, theme)
     return _lines(chart, theme)
@@ -110,7 +110,7 @@ def house_style(theme: Theme = "light") -> Iterator[None]:
 
 
 def colour_of(number: int, theme: Theme) -> str:
-    """The colour with that number on the theme's ground."""
+    """Return the colour with that number on the theme's ground."""
     return COLOURS[number % len(COLOURS)][THEMES.index(theme)]
 
 
@@ -118,7 +118,7 @@ def colour_of(number: int, theme: Theme) -> str:
 
 
 def _bars(chart: BarChart, theme: Theme) -> Figure:
-    """A name, and below it its bar with a text at the end."""
+    """Return a name, and below it its bar with a text at the end."""
     names = [_wrapped(row.name, _LETTERS) for row in chart.rows]
     bar = 1.3  # heights in lines of text
     heights = [len(name) + bar + 0.7 for name in names]
@@ -190,7 +190,7 @@ def _hatch_or_fill(part: str, colour: str) -> dict[str, object]:
 
 
 def _keys_of(chart: BarChart, theme: Theme) -> list[Artist]:
-    """A legend entry for each of several parts, and one for the limit."""
+    """Return a legend entry for each of several parts, and one for the limit."""
     ink = INK[THEMES.index(theme)]
     by_part = all(row.colour is None for row in chart.rows)
     keys: list[Artist] = []
@@ -315,7 +315,7 @@ def _number(value: float, _place: int | None = None) -> str:
 
 
 def _names_of(chart: LineChart, theme: Theme) -> tuple[list[Artist], int, int]:
-    """A legend entry for each line, the number of columns, and the number of text lines."""
+    """Return a legend entry for each line, the number of columns, and the number of text lines."""
     series = {one.name: one for panel in chart.panels for one in panel.series}
     names = ["\n".join(_wrapped(name, _LETTERS_OF_LEGEND)) for name in series]
     keys: list[Artist] = [
@@ -334,7 +334,7 @@ def _names_of(chart: LineChart, theme: Theme) -> tuple[list[Artist], int, int]:
 
 
 def unit_of(most: float) -> tuple[float, str]:
-    """The unit of an axis up to *most* seconds, and its number in a second."""
+    """Return the unit of an axis up to *most* seconds, and its number in a second."""
     for size, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if most >= size:
             return 1 / size, name

@@ -52,7 +52,7 @@ def write_page(path: Path, page: Report) -> Path:
 
 
 def text_of(page: Report) -> str:
-    """The page's HTML."""
+    """Return the page's HTML."""
     script = _file("page.js") + _file("timeline.js")
     digest = hashlib.sha256(script.encode()).digest()
     return _template("page.html", escape=True).render(
@@ -102,7 +102,7 @@ def _data_of(section: TimelineSection) -> Markup:
 
 
 def _picture(chart: BarChart | LineChart) -> Markup:
-    """The chart for both themes; the browser shows the reader's."""
+    """Return the chart for both themes; the browser shows the reader's."""
     from paceline.tools.report import charts  # slow: it imports matplotlib
 
     light, dark = (_data_url(charts.svg_of(chart, theme)) for theme in charts.THEMES)
@@ -117,7 +117,7 @@ def _data_url(svg: str) -> str:
 
 
 def _in_words(chart: BarChart | LineChart) -> list[str]:
-    """The chart's content as text, for readers who cannot see it."""
+    """Return the chart's content as text, for readers who cannot see it."""
     if isinstance(chart, BarChart):
         return [f"{row.name}: {row.text}" for row in chart.rows]
     return [
@@ -134,7 +134,7 @@ def _ends(one: Series) -> str:
 
 
 def _figures_of(chart: BarChart | LineChart) -> Table | None:
-    """The chart's figures as a table, if they are few enough."""
+    """Return the chart's figures as a table, if they are few enough."""
     if isinstance(chart, LineChart):
         return chart.table
     return Table(

@@ -80,7 +80,7 @@ def _table_of(result: RunResult) -> model.Table:
 
 
 def parts_of_step(results: Sequence[RunResult]) -> str:
-    """The parts of a step, for a table's legend."""
+    """Return the parts of a step, for a table's legend."""
     text = "step = compute + exposed communication"
     for one in results:
         step, compute = one.step_seconds, one.compute_seconds

@@ -157,8 +157,10 @@ def _within(
 
 
 def _chosen_workers(by_worker: dict[int, list[tuple[Span, Kind]]]) -> list[int]:
-    """The first worker, the one that waits least (the others may wait for it), the one that waits most, and the
-    last."""
+    """Return the first and the last worker, and those that wait least and most.
+
+    The others may wait for the one that waits least.
+    """
     workers = sorted(by_worker)
     if len(workers) <= MOST_WORKERS:
         return workers
@@ -228,7 +230,7 @@ def _between(
 
 
 def _covered(spans: Sequence[Span]) -> float:
-    """Seconds covered by at least one of the *spans*, which are sorted by start."""
+    """Return the seconds covered by at least one of the *spans*, which are sorted by start."""
     total, until = 0.0, float("-inf")
     for span in spans:
         total += max(0.0, span.end - max(span.start, until))

@@ -43,7 +43,7 @@ class _Event(msgspec.Struct):
 
 
 def read_spans(path: Path) -> Iterator[Span]:
-    """The spans of a trace made by `chrome_trace`; times are in seconds from the first one."""
+    """Return the spans of a trace made by `chrome_trace`; times are in seconds from the first one."""
     decode = msgspec.json.Decoder(_Event).decode
     with path.open("rb") as lines:
         for line in lines:
