@@ -242,8 +242,12 @@ class Given:
                 )
 
     def options(self, runtime: str, shared: Mapping[str, object]) -> list[str]:
-        """These options as words for a variant's command, and those that all runtimes have. *shared*
-        has measured values for options that the command line does not set."""
+        """Return the options of a variant's command in *runtime*, as arguments.
+
+        Args:
+            runtime: The runtime of the variant.
+            shared: Measured values for options that the command line does not set.
+        """
         of_runtime: dict[str, Mapping[str, object]] = {
             "simulated": {**self._simulated, **shared, **self.network},
             "emulated": {**shared, **self.network, "--pace": self.pace},

@@ -225,7 +225,7 @@ class ScriptRun:
 def script_run(
     job: ScriptJob, json: bool, cluster: Cluster | None = None
 ) -> Iterator[ScriptRun]:
-    """The command launches the job inside this context. At its end the result is shown, and the process
+    """Return a context in which the command launches the job. At its end the result is shown, and the process
     ends. *cluster*: the described network, if there is one."""
     records = job.options.records
     if records is not None:

@@ -48,7 +48,7 @@ class ASP(PushPull):
 
 
 class AsynchronousUpdates(Discipline):
-    """The server's half: w <- w - lr/n g_i."""
+    """Applies each gradient on the server when it arrives: w <- w - lr/n g_i."""
 
     def on_push(self, shard: Shard, push: PushedGradient) -> None:
         shard.apply(push)

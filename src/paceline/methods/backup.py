@@ -72,7 +72,7 @@ class Backup(PushPull):
 
 
 class BackupWorkers(Discipline):
-    """The server's half.
+    """Ends a step on the server with its fastest workers, and drops later gradients.
 
     A worker counts for a step when its last bucket has arrived. If the step waits for all workers,
     each bucket is updated when all have sent it. The first of several servers decides which workers

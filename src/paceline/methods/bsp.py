@@ -62,15 +62,15 @@ class BSP:
     overlap: bool = True
 
     def start(self, run: Run) -> BSPWorker:
-        """Make a worker that averages."""
+        """Create the worker."""
         return BSPWorker(run, self)
 
 
 class BSPWorker:
-    """One worker: sends each bucket once it is ready, and waits for all means when backward ends."""
+    """Sends each bucket once it is ready, and waits for all means when backward ends."""
 
     def __init__(self, run: Run, method: BSP) -> None:
-        """Begin with nothing under way."""
+        """Create the worker, with no means under way."""
         self.run, self.method = run, method
         self.pending: list[Pending] = []
         """Means under way, in bucket order; none between steps."""
@@ -89,7 +89,7 @@ class BSPWorker:
         self.pending.clear()
 
     def finish(self) -> None:
-        """Take part until all are out of data, and take the model of the worker that trained longest."""
+        """Participate until all are out of data, then take the model of the worker that trained longest."""
         source = self.run.participate_until_all_finish()
         if source is not None:
             self.run.broadcast_model(source)

@@ -85,7 +85,7 @@ class DSSP(PushPull):
 
 
 class DynamicBound(Discipline):
-    """The server's half. Of several servers each decides for its part of the model; a worker
+    """Bounds the staleness on the server, by the paper's controller. Of several servers each decides for its part of the model; a worker
     waits for the last of them."""
 
     def __init__(self, staleness: int, extra: int) -> None:

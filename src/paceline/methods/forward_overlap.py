@@ -148,7 +148,7 @@ class PendingBucket:
 
 
 class OverlapWorker:
-    """One worker of `priority`: sends by the plan, and updates buckets where they are used."""
+    """Runs one worker of `priority`: sends by the plan, and updates buckets where they are used."""
 
     def __init__(self, run: UpdatingRun) -> None:
         self.run = run
@@ -292,7 +292,7 @@ class OverlapWorker:
 
 
 class HalvesWorker(OverlapWorker):
-    """One worker of `dear`: each message is a reduce-scatter and, later, an all-gather."""
+    """Runs one worker of `dear`: each message is a reduce-scatter and, later, an all-gather."""
 
     def __init__(self, run: UpdatingRun) -> None:
         super().__init__(run)

@@ -13,11 +13,15 @@ _RANKS = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def read_members(text: str, workers: int) -> Groups:
-    """Groups by hand: ``"0-3.8+4-7"`` has ranks 0 to 3 and 8 in group 0, and 4 to 7 in
-    group 1.
+    """Parse fixed groups: ``"0-3.8+4-7"`` has ranks 0 to 3 and 8 in group 0, and 4 to 7 in group 1.
 
-    Raises `UsageError` for a rank that is named twice, or not at all, or that there is not, and
-    for more groups than workers.
+    Args:
+        text: The groups.
+        workers: Number of workers.
+
+    Raises:
+        UsageError: A rank is named twice or not at all, or does not exist; or there are more groups
+            than workers.
     """
     groups = text.split("+")
     if len(groups) > workers:
@@ -61,7 +65,7 @@ def _ranks(text: str, group: str, workers: int) -> Iterator[int]:
 
 
 def members_text(of: Sequence[int]) -> str:
-    """What `read_members` reads: *of* has by rank the number of its group."""
+    """Return the text that `read_members` reads: *of* has by rank the number of its group."""
     groups = []
     for group in range(max(of) + 1):
         members = (rank for rank, its in enumerate(of) if its == group)

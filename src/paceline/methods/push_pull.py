@@ -55,7 +55,7 @@ class PushPull:
         return None
 
     def groups(self, workers: int) -> Groups | None:
-        """All servers share one model."""
+        """Return no groups: all servers share one model."""
         return None
 
     def start(self, run: ServerRun) -> PushPullWorker:
@@ -63,10 +63,10 @@ class PushPull:
 
 
 class PushPullWorker:
-    """One worker of a `PushPull` method."""
+    """Runs one worker of a `PushPull` method: pushes each bucket, then waits for the replies."""
 
     def __init__(self, run: ServerRun, method: PushPull) -> None:
-        """Collective."""
+        """Create the worker, and join the training. All ranks must call this together."""
         self.run, self.method = run, method
         self.step = run.remote.join()
         """The number of this worker's next step."""

@@ -137,7 +137,7 @@ class StepLengths:
 
 
 class RoundRobin(Discipline):
-    """The server's half: w <- w - lr/n g_i on arrival; the worker gets w in its turn.
+    """Applies w <- w - lr/n g_i on the server on arrival, and replies to workers in turn.
 
     After a restart from a snapshot the ring warms up again.
     """

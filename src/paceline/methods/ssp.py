@@ -71,7 +71,10 @@ class SSP(PushPull):
 
 
 class BoundedStaleness(Discipline):
-    """The server's half, for a bound s of at least 1."""
+    """Bounds the staleness on the server, for a bound s of at least 1.
+
+    Gradients are applied at once, and workers that are too far ahead get their reply later.
+    """
 
     def __init__(self, staleness: int) -> None:
         self._staleness = staleness
@@ -101,7 +104,7 @@ class BoundedStaleness(Discipline):
 
 
 class RankOrderedRounds(Discipline):
-    """The server's half for s = 0: a bucket is updated when all its gradients have arrived."""
+    """Updates a bucket on the server when all its gradients have arrived; for s = 0."""
 
     def __init__(self) -> None:
         self._rounds: dict[tuple[int, int], list[PushedGradient]] = {}

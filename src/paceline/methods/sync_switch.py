@@ -100,13 +100,14 @@ class SyncSwitch(PushPull):
 
 
 class SyncSwitchWorker(PushPullWorker):
-    """One worker.
+    """Runs one worker, and reports to the servers how many steps a loaded checkpoint has.
 
-    *before*: number of steps before a loaded checkpoint, which this job's servers have not seen.
+    Attributes:
+        before: Steps before the loaded checkpoint, which this job's servers have not seen.
     """
 
     def __init__(self, run: ServerRun, method: SyncSwitch) -> None:
-        """Collective."""
+        """Create the worker, and join the training. All ranks must call this together."""
         super().__init__(run, method)
         self.before = 0
         self.parameters_replaced()
@@ -135,7 +136,7 @@ class SyncSwitchWorker(PushPullWorker):
 
 
 class BSPThenASP(Discipline):
-    """The server's half.
+    """Averages gradients on the server before the switch, and applies them one by one after it.
 
     The switch is before step S = `bsp_steps` - *before* of this job. A worker that begins step S has
     the replies of all servers to step S - 1. So no server applies a gradient alone while a mean is

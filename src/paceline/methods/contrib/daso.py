@@ -147,7 +147,7 @@ class DASO:
 
 
 class DASOWorker:
-    """One worker."""
+    """Runs one worker: averages gradients inside its node, and parameters between nodes."""
 
     def __init__(self, run: Run, method: DASO, nodes: Nodes) -> None:
         self.run, self.method, self.nodes = run, method, nodes

@@ -120,7 +120,7 @@ class SelSync:
         return not self.averages.differences
 
     def compressed_by(self, compressor: str) -> SelSync:
-        """With differences, which alone are compressed."""
+        """Return the method with averages of parameter differences, since only these are compressed."""
         changed = copy.copy(self)
         object.__setattr__(changed, "averages", ANCHORED)
         return changed
@@ -130,7 +130,7 @@ class SelSync:
 
 
 class SelSyncWorker(LocalUpdatesWorker):
-    """One worker."""
+    """Runs one worker: it raises a flag when gradients change, and all average if any has raised one."""
 
     def __init__(self, run: Run, method: SelSync) -> None:
         super().__init__(run, method.averages)

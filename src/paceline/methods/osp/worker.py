@@ -152,7 +152,7 @@ class PieceLayout:
                 offset += parameter.numel()
 
     def defer(self, numbers: Sequence[int]) -> None:
-        """From the next step on these are deferred."""
+        """Defer the pieces with these numbers from the next step on."""
         if list(numbers) != self.deferred:
             self.deferred = list(numbers)
             self.changes += 1

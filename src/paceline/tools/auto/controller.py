@@ -125,7 +125,7 @@ class Measurements(Protocol):
         ...
 
     def last(self, steps: int) -> list[float]:
-        """Seconds of each of the last *steps* steps."""
+        """Return the seconds of each of the last *steps* steps."""
         ...
 
     def exposed(self) -> float:

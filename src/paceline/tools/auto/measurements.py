@@ -93,7 +93,7 @@ class TrainingMeasurements:
         self._plan = _Plan()
 
     def begin(self, training: Training) -> None:
-        """The first *training* has begun."""
+        """Handle the beginning of the first *training*."""
         training.context.listeners.add(self._observer)
 
     def step_ended(self) -> None:
@@ -102,7 +102,7 @@ class TrainingMeasurements:
         self._marks.append(self._stopwatch.mark())
 
     def close(self) -> None:
-        """The training has ended, or failed."""
+        """Handle the end or failure of the training."""
         self._observer.end()
         if self._plan.process is not None:
             self._plan.process.end()

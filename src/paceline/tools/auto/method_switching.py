@@ -191,7 +191,7 @@ class MethodSwitcher:
         return self.now.spec
 
     def after_step(self) -> None:
-        """A step has ended. Collective where the controller asks for a change."""
+        """Handle the end of a step. Collective if the controller requests a change of method."""
         if self._measurements is not None:
             self._measurements.step_ended()
         wanted = self._decisions.send(self._reply if self._begun else None)
@@ -207,7 +207,7 @@ class MethodSwitcher:
             )
 
     def finish(self) -> None:
-        """This worker is out of data: take part in the others' next methods until all have finished."""
+        """Handle the end of this worker's data: participate in the others' next methods until all have finished."""
         well = False
         try:
             if self._messages is not None:
@@ -360,7 +360,7 @@ class MethodSwitcher:
         self._runtime.registry.broke(self._inputs.number, self._active.broken_by)
 
     def _exchange(self, mine: _Vote) -> list[_Vote]:
-        """Each worker's vote, by rank. Collective."""
+        """Return each worker's vote, by rank. Collective."""
         return [
             msgspec.msgpack.decode(vote, type=_Vote)
             for vote in gather_bytes(msgspec.msgpack.encode(mine), self._device)
@@ -461,13 +461,13 @@ class CompressionStateCache:
         self._states: dict[str, dict[str, Any]] = {}
 
     def save(self, spec: str, training: Training) -> None:
-        """A training by *spec* is about to end."""
+        """Save state before a training by *spec* ends."""
         for state in worker_states(training):
             if state.name.startswith("compression."):
                 self._states[f"{spec} {state.name}"] = dict(state.save())
 
     def restore(self, spec: str, training: Training) -> None:
-        """A training by *spec* has begun."""
+        """Restore state after a training by *spec* has begun."""
         for state in worker_states(training):
             saved = self._states.pop(f"{spec} {state.name}", None)
             if saved is not None:
@@ -481,10 +481,10 @@ class BucketPlanCache:
         self._plans: dict[str, BucketPlan] = {}
 
     def save(self, spec: str, training: Training) -> None:
-        """A training by *spec* is about to end."""
+        """Save state before a training by *spec* ends."""
         if training.tuner.adopted is not None:
             self._plans[spec] = training.tuner.adopted
 
     def restore(self, spec: str, training: Training) -> None:
-        """A training by *spec* has begun."""
+        """Restore state after a training by *spec* has begun."""
         training.tuner.reuse(self._plans.get(spec))

@@ -70,11 +70,11 @@ class ScriptConstraints:
     # ---- observed events ----
 
     def forward(self, samples: int | None, training: bool) -> None:
-        """The model is called."""
+        """Record a call of the model."""
         self._forward_since = self._forward_since or training
 
     def means_are_there(self) -> None:
-        """A backward pass is over."""
+        """Record the end of a backward pass."""
         if self._training is None:
             return
         self.passes_again = self.passes_again or self._delivered
@@ -86,7 +86,7 @@ class ScriptConstraints:
         self._stamps = stamps([bucket.buffer for bucket in self._buckets])
 
     def step_is_called(self) -> None:
-        """The script has called ``step()``."""
+        """Record that the script has called ``step()``."""
         if self._training is None or not self._delivered or self.writes:
             return
         buckets = self._buckets
@@ -102,5 +102,5 @@ class ScriptConstraints:
         )
 
     def step_ended(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self._delivered = False

@@ -159,7 +159,7 @@ class _Comparison:
     # ---- the headline ----
 
     def headline(self) -> str:
-        """Which method reaches the goal first, or without a goal has the shortest step."""
+        """Say which method reaches the goal first, or without a goal has the shortest step."""
         if self.goal is not None:
             return self._times_to_goal(self.goal)
         timed = [
@@ -337,7 +337,7 @@ class _Comparison:
         return cells
 
     def _goal_cell(self, run: VariantRun) -> Cell:
-        """When a run reached the goal; empty for a failed run."""
+        """Return the time at which a run reached the goal; empty for a failed run."""
         if run.result is None:
             return None
         if run.reached is None:
@@ -360,7 +360,7 @@ class _Comparison:
         return text
 
     def notes(self) -> Text | None:
-        """Each note once, with the methods that it concerns."""
+        """Return each note once, with the methods that it concerns."""
         lines = self._notes(trials=False)
         return Text(title="Notes", lines=lines, level="summary") if lines else None
 
@@ -428,7 +428,7 @@ class _Comparison:
         )
 
     def metric_charts(self) -> list[LineChart]:
-        """Each metric against time."""
+        """Return a chart of each metric against time."""
         curves = metric_curves([run for *_, run, _ in self.ran])
         return [self._metric_chart(metric, mine) for metric, mine in curves.items()]
 
@@ -613,7 +613,7 @@ class Curve:
 
 
 def metric_curves(runs: Sequence[VariantRun]) -> dict[str, list[Curve]]:
-    """For each metric, in order of first appearance, a curve for each successful run."""
+    """Return a curve of each metric for each successful run, metrics in order of first appearance."""
     metrics: dict[str, None] = {}
     for run in runs:
         metrics |= dict.fromkeys(run.result.metrics if run.result else ())

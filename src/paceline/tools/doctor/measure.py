@@ -56,7 +56,7 @@ class _WorkerReport(msgspec.Struct):
 
 
 class Examination:
-    """One worker's side of a run of doctor. It begins with the runtime, before the script.
+    """Measures one worker during ``paceline doctor``. It begins with the runtime, before the script.
 
     Args:
         runtime: This worker's runtime.
@@ -328,7 +328,7 @@ def _doubtful(
 
 
 def _shifts(count: int) -> list[int]:
-    """By how many ranks each host sends ahead, by round: all distances, or some spread over all."""
+    """Return the distance in ranks that hosts send over in each round: all, or some spread over all."""
     every = list(range(1, count))
     if len(every) <= MOST_SHIFTS:
         return every
@@ -345,7 +345,7 @@ def _concurrent_flows(
     rates: dict[tuple[int, int], list[float]],
     seconds: float,
 ) -> ConcurrentFlows:
-    """All hosts send *shift* ranks ahead, each as much as it could alone in that time."""
+    """Let all hosts send *shift* ranks ahead, each as much as it could alone in that time."""
     count = len(leaders)
     flows = [(leaders[i], leaders[(i + shift) % count]) for i in range(count)]
     sizes = [min(MOST_BYTES, int(median(rates[flow]) * seconds)) for flow in flows]

@@ -225,7 +225,7 @@ class NetworkModel:
         return self._rack_inference.racks()
 
     def uplink(self, rack: Sequence[int]) -> tuple[float, float] | None:
-        """Bytes per second that a rack's hosts get together beyond it, and that they could send alone.
+        """Return the bytes per second that a rack's hosts get together beyond it, and could send alone.
 
         None if the uplink is not scarce.
         """

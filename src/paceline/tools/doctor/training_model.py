@@ -119,7 +119,7 @@ class TrainingModel:
         )
 
     def with_links(self, rate: float) -> TrainingModel:
-        """This training with links of at least *rate*."""
+        """Return this training with links of at least *rate*."""
         return replace(
             self,
             out=tuple(max(rate, one) for one in self.out),

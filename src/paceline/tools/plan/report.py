@@ -67,7 +67,7 @@ _WITH: dict[Consistency, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What was planned, and by which command.
+    """The job that was planned, and the command that planned it.
 
     Attributes:
         cluster: The network.
@@ -187,7 +187,7 @@ def headline(
 
 
 def _strongest(plan: Plan) -> tuple[Consistency, Estimate]:
-    """The recommended method of the strongest consistency."""
+    """Return the recommended method of the strongest consistency."""
     return next(iter(plan.recommended.items()))
 
 
@@ -625,7 +625,7 @@ def _also(suggestions: Suggestions) -> Text | None:
 
 
 def _smallest_of_each_kind(suggestions: Suggestions) -> list[Suggestion]:
-    """Of suggestions that differ only in a number, the smallest change that gains."""
+    """Return the smallest change that gains, of suggestions that differ only in a number."""
     found: dict[str, Suggestion] = {}
     for one in suggestions.helps:  # the largest gain first
         found[re.sub(r"\d+", "", one.what)] = one

@@ -236,7 +236,7 @@ def _cell(cell: model.Cell) -> str:
 def print_compressor_costs(
     rows: Sequence[CompressorCost | NotApplicable], workers: int
 ) -> None:
-    """A row for each compressor that works for the model, and the reason for each that does not."""
+    """Print a row for each compressor that works for the model, and the reason for each that does not."""
     from paceline.cluster.profiling import CompressorCost, NotApplicable
 
     measured = [row for row in rows if isinstance(row, CompressorCost)]
