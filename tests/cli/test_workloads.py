@@ -215,7 +215,8 @@ def test_workload_and_totals_contradict_each_other(option, paceline, tmp_path):
     for verb in (["simulate"], ["compare", "--method", "bsp"]):
         output = paceline(*verb, "train.py", *words, status=1)
         assert output.err == (
-            f"paceline: --{option} and --workload contradict each other\n"
+            f"paceline: --{option} and --workload contradict each other: a workload has the compute "
+            "times. Leave one of them out\n"
         )
     assert not (tmp_path / "runs.txt").exists()
 

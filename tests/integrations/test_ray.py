@@ -114,7 +114,7 @@ def test_what_is_whole_is_given_back(said, name):
         ({"workers": 2, "method": "gssp"}, "it has 2 servers, one for each group"),
         ({"workers": 2, "method": "asq"}, "unknown method 'asq'"),
         ({"workers": 2, "method": "ssp:stalness=3"}, "unknown key 'stalness'"),
-        ({"workers": 2, "method": "backup:wait_for=3"}, "there are only 2 workers"),
+        ({"workers": 2, "method": "backup:wait_for=3"}, "at most the 2 workers"),
         ({"workers": 0, "method": "asp"}, r"run\(workers=\): expected 1 or more"),
     ],
 )

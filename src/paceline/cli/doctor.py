@@ -114,7 +114,9 @@ def doctor(
             evidence = _real(job, torchrun_words(context), workers, network, json)
         else:
             for word in torchrun_words(context)[:1]:
-                raise UsageError(f"{word} means nothing in the {runtime} runtime")
+                raise UsageError(
+                    f"{word} means nothing in the {runtime} runtime; leave it out"
+                )
             hosts = o.make_cluster(cluster, workers, link, latency, dedicated_servers)
             if hosts.workers < 2:
                 raise UsageError(
@@ -179,8 +181,8 @@ def _real(
     for name, value in network.items():
         if value is not None:
             raise UsageError(
-                f"{name} describes what this measures: leave it out, or say --runtime "
-                "emulated or simulated"
+                f"{name} describes the network, which doctor measures in the real runtime. Leave it out, "
+                "or give --runtime emulated or simulated"
             )
     os.environ.pop(CLUSTER_VARIABLE, None)  # The cluster is to be measured.
     workers = o.real_workers(workers, words)

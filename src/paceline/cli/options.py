@@ -274,7 +274,8 @@ def make_cluster(
         ):
             if value is not None:
                 raise UsageError(
-                    f"{name} and --cluster contradict each other: the file says it all"
+                    f"{name} and --cluster contradict each other: the file describes the whole network. Leave "
+                    "one of them out"
                 )
         return load_cluster(cluster)
     try:
@@ -310,7 +311,10 @@ def make_compute(
     given = {"forward": forward, "backward": backward}
     for name, value in given.items():
         if workload is not None and value is not None:
-            raise UsageError(f"--{name} and --workload contradict each other")
+            raise UsageError(
+                f"--{name} and --workload contradict each other: a workload has the compute times. Leave "
+                "one of them out"
+            )
     usual = ComputeModel()
     return ComputeModel(
         forward=usual.forward if forward is None else forward,

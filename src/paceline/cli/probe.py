@@ -86,7 +86,9 @@ def probe(
                 ("--dedicated-servers", dedicated_servers),
             ):
                 if value is not None:
-                    raise UsageError(f"{name} describes a network; this measures one")
+                    raise UsageError(
+                        f"{name} describes a network, and probe measures one in the real runtime: leave it out"
+                    )
             torchrun_options = torchrun_words(context)
             os.environ.pop(CLUSTER_VARIABLE, None)  # The cluster is to be measured.
             workers = o.real_workers(workers, torchrun_options)

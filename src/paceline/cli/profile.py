@@ -107,8 +107,8 @@ def profile(
             sys.exit(status)
         if not measured.exists():
             raise UsageError(
-                f"{script} ended without a profile: it trained nothing with "
-                "paceline.distribute"
+                f"{script} ended without a profile: it trained nothing with paceline.distribute. Wrap the "
+                "optimizer by it, and train some steps"
             )
         workload = Workload.load(measured)
         rows: list[CompressorCost | NotApplicable] = []

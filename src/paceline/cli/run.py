@@ -118,7 +118,9 @@ def run(
             f"{' '.join(torchrun_options)}"
         )
     if not survive and (snapshot is not None or resume):
-        raise UsageError("--snapshot and --resume mean nothing without --survive")
+        raise UsageError(
+            "--snapshot and --resume mean nothing without --survive; add --survive, or leave them out"
+        )
     described = load_cluster(cluster) if cluster is not None else None
     workers = o.real_workers(workers, torchrun_options)
     if workers and not torchrun_options and o.NODES_VARIABLE not in os.environ:

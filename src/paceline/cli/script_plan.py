@@ -187,8 +187,8 @@ def _said(script: Path, compute: ComputeModel, facts: ScriptAnalysis) -> Workloa
 
     if facts.paced or facts.workload is not None:
         raise UsageError(
-            f"--forward and --backward: {script} says itself what a step computes "
-            "(paceline.pace, or a stand-in's workload); leave them out"
+            f"--forward and --backward: {script} sets the compute times itself (paceline.pace, or a "
+            "stand-in's workload); leave them out"
         )
     spread = Workload.spread(
         facts.names, facts.sizes, compute.forward, compute.backward
@@ -222,8 +222,8 @@ def _workload(
         measured = compute.workload or paced_workload(str(script), arguments)
     if measured is None:
         raise UsageError(
-            f"{script} trains more than one model, or never calls the model itself: nobody "
-            "knows how long a step of it takes. Give --workload FILE (paceline profile SCRIPT)"
+            f"{script} trains more than one model, or never calls the model itself, so its compute times are "
+            "unknown. Give --workload FILE (paceline profile SCRIPT)"
         )
     # Compressor times are estimated here, as for the plan.
     compute = replace(compute, cached=False)

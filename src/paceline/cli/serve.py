@@ -99,11 +99,17 @@ def serve(
             f"--bind {bind}: expected an address alone, such as 10.0.0.9 or ::1; give the port by --port"
         )
     if snapshot is not None and not survive:
-        raise UsageError("--snapshot means nothing without --survive")
+        raise UsageError(
+            "--snapshot means nothing without --survive; add --survive, or leave it out"
+        )
     if not survive and _was_typed(context, "evict_silent"):
-        raise UsageError("--evict-silent means nothing without --survive")
+        raise UsageError(
+            "--evict-silent means nothing without --survive; add --survive, or leave it out"
+        )
     if snapshot is None and _was_typed(context, "snapshot_seconds"):
-        raise UsageError("--snapshot-seconds means nothing without --snapshot")
+        raise UsageError(
+            "--snapshot-seconds means nothing without --snapshot; add --snapshot FILE, or leave it out"
+        )
     torch.set_num_threads(1)
     if survive:
         servers.serve_surviving(

@@ -64,7 +64,7 @@ class Backup(PushPull):
     def server(self, workers: int) -> Discipline:
         if self.wait_for > workers:
             raise UsageError(
-                f"backup:wait_for={self.wait_for}: there are only {workers} workers"
+                f"backup:wait_for={self.wait_for}: expected at most the {workers} workers, or 0 for all of them"
             )
         return BackupWorkers(
             self.wait_for or workers, is_partial=0 < self.wait_for < workers

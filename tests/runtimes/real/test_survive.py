@@ -325,7 +325,7 @@ BAD_INPUT = {
     "workers": (["--survive", "--workers=-1"], "--workers: expected 1 or more"),
     "too many": (
         ["--survive", "--workers=2", "--method=backup:wait_for=3"],
-        "there are only 2 workers",
+        "at most the 2 workers",
     ),
     "folder": (["--survive", "--snapshot=nowhere/FILE"], "there is no folder"),
     "there": (["--survive", "--snapshot=there"], "remove it to begin anew"),

@@ -129,7 +129,10 @@ class DecisionCache:
             for decision in decisions
         ]
         nearest = min(differences, key=len)
-        raise UsageError(f"{self.path} is of other trainings: {', '.join(nearest)}")
+        raise UsageError(
+            f"{self.path} has only decisions of other trainings: {', '.join(nearest)}. Remove it, or name "
+            "another file (auto:file=FILE)"
+        )
 
     def save(self, decision: Decision, cluster: Cluster, text: str) -> None:
         """Save the decision beside those of other trainings. Raises `UsageError`."""
@@ -171,11 +174,11 @@ class DecisionCache:
             found = msgspec.json.decode(content, type=_File)
         except msgspec.MsgspecError as error:
             raise UsageError(
-                f"{self.path} holds no decisions of auto: {error}"
+                f"{self.path} holds no decisions of auto: {error}. Remove it, or name another file"
             ) from error
         if found.format != FORMAT:
             raise UsageError(
-                f"{self.path}: its format is {found.format!r}, not {FORMAT!r}"
+                f"{self.path}: its format is {found.format!r}, not {FORMAT!r}. Remove it, or name another file"
             )
         return found.decisions
 

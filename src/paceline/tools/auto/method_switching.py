@@ -280,7 +280,7 @@ class MethodSwitcher:
         consistency = consistency_of(method, plan.settings)
         if consistency not in self._allowed:
             raise UsageError(
-                f"{spec} is {consistency}, and this training may change to what is "
+                f"{spec} is {consistency}. Expected a method of a consistency that this training allows: "
                 f"{', '.join(self._allowed)}"
             )
         return plan
@@ -300,8 +300,8 @@ class MethodSwitcher:
         specs = {votes[rank].spec for rank in going}
         if len(specs) > 1:
             raise UsageError(
-                f"workers want to go on by different specs, {' and '.join(sorted(specs))}: "
-                "expected the same on all"
+                f"workers request different specs, {' and '.join(sorted(specs))}: expected the same on all. "
+                "Request a change on all ranks after the same step"
             )
         (spec,) = specs
         steps = max(votes[rank].steps for rank in going)

@@ -66,7 +66,7 @@ class WorkerRecords:
                 name = f"worker-{worker}.jsonl"
                 self._file = _open_after_whole_lines(make_folder(self._folder) / name)
             if self._file.write(self._lines) < len(self._lines):
-                raise OSError(f"there is no room left in {self._folder}")
+                raise OSError(f"the disk of {self._folder} is full")
         except (OSError, UsageError) as error:
             self._broken = True
             print(
