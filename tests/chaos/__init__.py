@@ -4,6 +4,7 @@
 
 - `cases`: what a seed stands for: a job and its faults.
 - `job`, `counting`: the script of the job, and its model, whose parameters count gradients.
+- `served_job`, `ray_job`: that script under ``paceline serve`` and a process manager, and on Ray.
 - `broken_job`: the same script with a defect: the control of an invariant.
 - `trial`: one job under way: starts it, injects its faults, waits for its end.
 - `invariants`: what must hold when the job has ended.

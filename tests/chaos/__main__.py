@@ -1,4 +1,4 @@
-"""Faults at random instants: ``python -m tests.chaos --seeds 40 [--from 100] [--virtual]``.
+"""Faults at random instants: ``python -m tests.chaos --seeds 40 [--from 100] [--virtual | --ray]``.
 
 ``--ports [--messages 100000] [--from SEED]`` sends random and mutated messages to each port instead.
 
@@ -14,6 +14,7 @@ import multiprocessing
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,26 +23,34 @@ from tests.chaos import campaign, port_attacks, virtual
 from tests.chaos.ports import PORTS
 
 
-def attack_ports(messages: int, seed: int) -> int:
-    """Attack one port after the other; the exit status."""
+def attack_ports(messages: int, seed: int, processes: int) -> int:
+    """Attack each port, *processes* at a time; the exit status."""
     print(f"replay: python -m tests.chaos --ports --messages {messages} --from {seed}")
     bad = 0
-    for kind in PORTS.values():
-        if kind.needs and find_spec(kind.needs) is None:
-            print(f"--  {kind.name}: not attacked, {kind.needs} is not installed")
-            continue
-        outcome = port_attacks.attack_port(kind, messages, seed)
-        bad += bool(outcome.violations)
-        sent = ", ".join(f"{count} {name}" for name, count in outcome.messages.items())
-        print(
-            f"{'BAD' if outcome.violations else 'ok '} {outcome.port}: {sent}; memory grew by "
-            f"{outcome.memory >> 10} KiB, {outcome.connections} connections, "
-            f"{outcome.seconds:.0f} s",
-            flush=True,
-        )
-        for violation in outcome.violations:
-            print(f"    {violation}")
+    attacks = []
+    with _pool(processes) as pool:
+        for kind in PORTS.values():
+            if kind.needs and find_spec(kind.needs) is None:
+                print(f"--  {kind.name}: not attacked, {kind.needs} is not installed")
+                continue
+            attacks.append(pool.submit(port_attacks.attack_port, kind, messages, seed))
+        for done in as_completed(attacks):
+            outcome = done.result()
+            bad += bool(outcome.violations)
+            sent = ", ".join(f"{n} {name}" for name, n in outcome.messages.items())
+            print(
+                f"{'BAD' if outcome.violations else 'ok '} {outcome.port}: {sent}; memory grew by "
+                f"{outcome.memory >> 10} KiB, {outcome.connections} connections, "
+                f"{outcome.printed} characters were logged, {outcome.seconds:.0f} s",
+                flush=True,
+            )
+            for violation in outcome.violations:
+                print(f"    {violation}")
     return 1 if bad else 0
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"))
 
 
 def main() -> int:
@@ -49,24 +58,29 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=20, help="how many")
     parser.add_argument("--from", dest="first", type=int, default=0, help="the first")
     parser.add_argument("--virtual", action="store_true", help="without processes")
-    parser.add_argument("--processes", type=int, default=4, help="seeds at a time")
+    parser.add_argument("--ray", action="store_true", help="jobs on Ray instead")
+    parser.add_argument(
+        "--processes", type=int, default=4, help="seeds or ports at a time"
+    )
     parser.add_argument("--log", type=Path, help="append a line of JSON for each seed")
     parser.add_argument("--show", action="store_true", help="print each job's output")
     parser.add_argument("--ports", action="store_true", help="attack each port")
     parser.add_argument("--messages", type=int, default=2000, help="of each kind")
     options = parser.parse_args()
     if options.ports:
-        return attack_ports(options.messages, options.first)
+        return attack_ports(options.messages, options.first, options.processes)
     began = time.monotonic()
-    run_seed = virtual.run_seed if options.virtual else campaign.run_seed
+    run_seed = partial(campaign.run_seed, on_ray=options.ray)
+    if options.virtual:
+        run_seed = virtual.run_seed
     seeds = range(options.first, options.first + options.seeds)
     print(
-        f"replay a seed: python -m tests.chaos{' --virtual' * options.virtual} --seeds 1 --from SEED"
+        f"replay a seed: python -m tests.chaos{' --virtual' * options.virtual}{' --ray' * options.ray} "
+        "--seeds 1 --from SEED"
     )
     tally: collections.Counter[str] = collections.Counter()
     bad = 0
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.processes, spawn) as pool:
+    with _pool(options.processes) as pool:
         for done in as_completed([pool.submit(run_seed, seed) for seed in seeds]):
             outcome = done.result()
             tally.update(outcome.tally)

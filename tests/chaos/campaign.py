@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tests.chaos.cases import EMULATED, Case, Fault, draw
+from tests.chaos.cases import EMULATED, RAY, Case, Fault, draw
 from tests.chaos.invariants import violations
 from tests.chaos.trial import END_SECONDS, Trial, disk
 
@@ -35,9 +35,9 @@ class Outcome:
     status: int | None = None
 
 
-def run_seed(seed: int) -> Outcome:
+def run_seed(seed: int, *, on_ray: bool = False) -> Outcome:
     """Run the case of a seed. An error of the campaign itself is a violation, too: the other seeds go on."""
-    case = draw(seed)
+    case = draw(seed, on_ray=on_ray)
     try:
         return run(case)
     except Exception:
@@ -69,7 +69,8 @@ def run(case: Case, end_seconds: float = END_SECONDS) -> Outcome:
             found = _go_on(trial, end_seconds)
     seconds = time.monotonic() - began
     landed = [f"fault: {f.kind} to {f.target.split()[0]}" for f in trial.landed]
-    launcher = "paceline run --survive" if case.survive else case.launcher
+    survive = " --survive" * (case.survive and case.launcher != RAY)
+    launcher = f"{case.launcher}{survive}"
     return Outcome(
         f"{case} -> status {trial.job.status}, {len(landed)} landed, {seconds:.0f} s",
         [f"method: {case.method}", f"launcher: {launcher}", *landed],
@@ -84,9 +85,8 @@ def _go_on(ended: Trial, end_seconds: float) -> list[str]:
     """Start the same job again: without faults it comes to its end, with the same numbers."""
     for file in ended.folder.glob("result-*"):
         file.unlink()
-    options = ("--resume",) if ended.case.survive else ()
     calm = replace(ended.case, faults=())
-    trial = Trial(calm, ended.folder, "again", options)
+    trial = Trial(calm, ended.folder, "again", resumes=ended.case.survive)
     try:
         found = trial.wait(end_seconds)
     finally:

@@ -11,13 +11,14 @@ import functools
 import io
 import random
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 import paceline
 from paceline.cluster import parse_cluster, uniform_cluster
 from paceline.errors import PacelineError, UsageError
+from paceline.interfaces import UpdatesOnServer
 from paceline.methods import METHODS, check_survives, make
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation
@@ -68,7 +69,7 @@ COLLECTIVES = ("", "", "", "ring", "halving-doubling", "hierarchical", "native")
 IN_NETWORK = ("rina", "switchml", "atp")
 """Collectives of emulated jobs, too: each rack has an aggregator."""
 SERVERS = ("", "", "", "2", "per-node")
-EMULATED = "paceline emulate"
+EMULATED, SERVED, RAY = "paceline emulate", "paceline serve", "ray"
 LAUNCHERS = ("paceline run", "paceline run", "torchrun", EMULATED)
 SIGNALS = ("KILL", "KILL", "KILL", "TERM", "INT", "STOP")
 HARMLESS = {"STOP", "CUT"}
@@ -86,8 +87,8 @@ class Fault:
     can open no further file for so long. ``CUT``: a link drops all messages for so long. ``FULL``: the disk of
     checkpoints and snapshots is full for so long. ``CLOSE``: nobody reads the job's output any more."""
     target: str
-    """``worker N``, ``launcher``, or ``service N``: of servers, group servers, aggregators and the keeper of an emulated
-    network, one. A cut has a link of the cluster file; ``disk`` and ``stdout`` are the job's."""
+    """``worker N``, ``launcher``, or ``service N``: of servers, group servers, aggregators, the keeper of an emulated
+    network and Ray's actors, one. A cut has a link of the cluster file; ``disk`` and ``stdout`` are the job's."""
     anchor: str
     """``start`` of the job, or ``step N``: when the first worker has done step N."""
     delay: float
@@ -114,11 +115,13 @@ class Case:
     faults: tuple[Fault, ...] = ()
     racks: int = 0
     """Of an emulated network, each with an aggregator."""
+    serves: int = 0
+    """Processes of ``paceline serve``."""
     defect: str = ""
     """Of a control: what its script does wrong (`broken_job`)."""
 
     def __str__(self) -> str:
-        survive = " --survive" if self.survive else ""
+        survive = " --survive" if self.survive and self.launcher != RAY else ""
         save = (
             f", a checkpoint every {self.save_every} steps" if self.save_every else ""
         )
@@ -246,21 +249,39 @@ def survives(spec: str) -> bool:
     return True
 
 
-def draw(seed: int) -> Case:
-    """The case of a seed."""
+def servers_of_groups(spec: str, workers: int) -> int:
+    """How many servers a method that `survives` has for its groups of workers; 0: it has no groups."""
+    method = cast(UpdatesOnServer, make(parse(spec), OPTIONS)[0])
+    groups = method.groups(workers)
+    return groups.servers if groups else 0
+
+
+def draw(seed: int, *, on_ray: bool = False) -> Case:
+    """The case of a seed. *on_ray*: of its job on Ray, which has a method with one server."""
     choose = random.Random(seed)
-    name = choose.choice(sorted(ROWS))
+    # On Ray and under --survive --server a job has one server.
+    with_server = [name for name in sorted(ROWS) if survives(name)]
+    one_server = [name for name in with_server if not servers_of_groups(name, 2)]
+    name = choose.choice(one_server if on_ray else sorted(ROWS))
     while True:
         workers = choose.randint(2, 4)
-        survive = survives(name) and choose.random() < 0.6
+        survive = on_ray or (name in with_server and choose.random() < 0.6)
         launcher = "paceline run" if survive else choose.choice(LAUNCHERS)
-        racks = choose.choice((1, 2)) if launcher == EMULATED and workers == 4 else 1
+        serves = 0
+        if on_ray:
+            launcher = RAY
+        elif name in with_server and choose.random() < 0.3:
+            groups = servers_of_groups(name, workers)
+            survive = survive and not groups
+            serves = groups or (1 if survive else choose.choice((1, 2)))
+            launcher = SERVED
         emulated = launcher == EMULATED
+        racks = choose.choice((1, 2)) if emulated and workers == 4 else 1
         drawn = {
             "compression": choose.choice(COMPRESSIONS),
             "collective": choose.choice(COLLECTIVES + IN_NETWORK * 2 * emulated),
             # Under --survive the launcher decides on servers.
-            "servers": "" if survive else choose.choice(SERVERS),
+            "servers": "" if survive or serves else choose.choice(SERVERS),
         }
         options = [f"{key}={value}" for key, value in drawn.items() if value]
         keys = ",".join(filter(None, [ROWS[name].keys, *options]))
@@ -272,6 +293,7 @@ def draw(seed: int) -> Case:
             launcher,
             save_every=0 if survive else choose.choice((0, 0, 3, 7)),
             racks=racks * emulated,
+            serves=serves,
         )
         if survive and not survives(case.spec):
             continue
@@ -292,7 +314,7 @@ def _fault(choose: random.Random, case: Case) -> Fault:
         at = choose.expovariate(4.0)
         # A connection tries again after up to twice the time of the cut.
         return Fault(kind, f"host {worker}{direction}", "step 0", at, pause / 2)
-    if choose.random() < 0.25:
+    if choose.random() < 0.3:
         anchor, delay = "start", choose.uniform(0.0, 6.0)
     else:
         step = choose.choice((0, STEPS - 2, STEPS - 1, *range(1, STEPS - 2)))

@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterator
 import torch
 
 from paceline.runtimes import temporary_folder
-from tests.chaos.cases import HARMLESS, STEPS, applies_each_gradient_once, final_model
+from tests.chaos.cases import (
+    HARMLESS,
+    RAY,
+    STEPS,
+    applies_each_gradient_once,
+    final_model,
+)
 from tests.chaos.trial import Trial
 
 ROUNDING = 1e-3
@@ -54,6 +60,9 @@ def error_names_the_process(trial: Trial) -> Iterator[str]:
     silent = trial.has("launcher") and status is not None and status < 0
     # As `paceline run | head` does.
     silent |= trial.has("stdout") and status == 128 + signal.SIGPIPE
+    # On Ray the launcher is the user's own program.
+    if trial.case.launcher == RAY:
+        silent |= trial.has("launcher") or trial.has("stdout")
     if status == 0 or silent:
         return
     if not NAMES_A_PROCESS.search(printed):

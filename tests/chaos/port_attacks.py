@@ -46,19 +46,23 @@ class Outcome:
     seed: int
     messages: collections.Counter[str] = field(default_factory=collections.Counter)
     """By kind, how many were sent."""
+    of_peers: int = 0
+    """How many of them came from peers that have the token, and were let in."""
     violations: list[str] = field(default_factory=list)
     memory: int = 0
     """Bytes by which the server's resident memory grew after the first messages."""
     connections: int = 0
     """The most descriptors that the server had open beside those at the start."""
+    printed: int = 0
+    """Characters that the server has logged."""
     seconds: float = 0.0
 
 
 class Attackers:
     """Connections that send bad messages, in random ways; all decisions come from *rng*."""
 
-    def __init__(self, port: Port, rng: random.Random, sent: collections.Counter[str]):
-        self._port, self._rng, self._sent = port, rng, sent
+    def __init__(self, port: Port, rng: random.Random, outcome: Outcome):
+        self._port, self._rng, self._outcome = port, rng, outcome
         self._peer: Peer | None = None
         self._held: list[tuple[socket.socket, bytes]] = []
         """Connections that stay, and what they still have to send, a byte at a time."""
@@ -68,9 +72,11 @@ class Attackers:
         self._drip()
         for _ in range(count):
             known = self._port.has_token and self._rng.random() < 0.6
-            if not (known and self._say(kind)):
+            if known and self._say(kind):
+                self._outcome.of_peers += 1
+            else:
                 self._strike(port, kind)
-            self._sent[kind] += 1
+            self._outcome.messages[kind] += 1
 
     def _say(self, kind: str) -> bool:
         """Send a message as a peer with the token; return whether it was sent."""
@@ -188,6 +194,9 @@ class ServerProcess:
         if "Traceback" in self._process.stderr:
             yield f"a fault: {self._process.stderr[-3000:]}"
 
+    def printed(self) -> int:
+        return len(self._process.stderr)
+
     def kill(self) -> None:
         self._process.kill()
 
@@ -225,7 +234,7 @@ def attack_port(
         port = kind(server.place())
         port.round(lambda _: None)
         at_rest = server.descriptors() + kind.varying
-        attackers = Attackers(port, rng, outcome.messages)
+        attackers = Attackers(port, rng, outcome)
         memory_before = 0
         kinds = ["random", "mutated"] * -(-messages // BATCH)
         for number, words in enumerate(kinds):
@@ -241,13 +250,18 @@ def attack_port(
                 outcome.memory = max(outcome.memory, grown)
             opened = server.descriptors() - at_rest
             outcome.connections = max(outcome.connections, opened)
+            outcome.printed = server.printed()
             outcome.violations += server.faults()
             if outcome.memory > memory_bytes:
                 outcome.violations.append(f"memory grew by {outcome.memory} bytes")
+            if outcome.printed > kind.most_logged:
+                outcome.violations.append(f"it logged {outcome.printed} characters")
             if opened > kind.most_connections:
                 outcome.violations.append(f"{opened} descriptors are open")
             if outcome.violations:
                 return outcome
+        if kind.has_token and outcome.of_peers < messages // 4:
+            outcome.violations.append(f"only {outcome.of_peers} came from peers")
         attackers.close()
         with time_limit(seconds):
             wait_for(

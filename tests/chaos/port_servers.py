@@ -138,6 +138,8 @@ def _echo(peer: socket.socket, kept: list[object], defect: str) -> None:
     data = b""
     try:
         while got := peer.recv(4096):
+            if defect == "logs what it receives":
+                print(got * 10, file=sys.stderr)
             if defect == "keeps what it receives":
                 kept.append(got * 100)
             if defect == "dies of a byte" and b"\xff" in got:

@@ -21,6 +21,7 @@ import random
 import re
 import socket
 import struct
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -158,6 +159,8 @@ class Port:
     """Descriptors that attackers may hold in the server's process at any moment."""
     varying: ClassVar[int] = 0
     """Descriptors that a server at rest may have open or not."""
+    most_logged: ClassVar[int] = 100_000
+    """Characters that the server may log, however many messages it refuses."""
     has_token: ClassVar[bool] = True
     needs: ClassVar[str] = ""
     """A module without which the port does not exist."""
@@ -231,14 +234,32 @@ def zmtp_message(*frames: bytes) -> bytes:
     return b"".join(zmtp_frame(one, int(i < last)) for i, one in enumerate(frames))
 
 
-def zmtp_opening(token: str) -> bytes:
-    """What a DEALER sends before its first message: greeting, PLAIN, and its type."""
-    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(20, b"\0")
+def zmtp_greeting() -> bytes:
+    return b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PLAIN".ljust(52, b"\0")
+
+
+def zmtp_hello(token: str) -> bytes:
     user, password = b"paceline", token.encode()
-    hello = b"\x05HELLO" + bytes([len(user)]) + user + bytes([len(password)]) + password
+    words = bytes([len(user)]) + user + bytes([len(password)]) + password
+    return zmtp_frame(b"\x05HELLO" + words, 4)
+
+
+def zmtp_initiate() -> bytes:
     kind = b"\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
-    initiate = b"\x08INITIATE" + kind
-    return greeting.ljust(64, b"\0") + zmtp_frame(hello, 4) + zmtp_frame(initiate, 4)
+    return zmtp_frame(b"\x08INITIATE" + kind, 4)
+
+
+def zmtp_connect(peer: socket.socket, token: str) -> None:
+    """What a DEALER does before its first message. ZeroMQ accepts no command before it has answered the last one."""
+    peer.sendall(zmtp_greeting())
+    exactly(peer, 64)
+    for command, answer in (
+        (zmtp_hello(token), b"\x07WELCOME"),
+        (zmtp_initiate(), b"\x05READY"),
+    ):
+        peer.sendall(command)
+        heard = zmtp_read(peer)
+        assert heard.startswith(answer), heard
 
 
 def zmtp_read(peer: socket.socket) -> bytes:
@@ -341,7 +362,8 @@ class ParameterServerPort(Port):
             PROTOCOL, token, ROGUE, rng.choice((None, 0, 1 << 40)), ""
         )
         words = rng.choice((hello, protocol.Bye(), protocol.Welcome(1, "x")))
-        return zmtp_opening(token) + zmtp_message(protocol.encode(words))
+        start = zmtp_greeting() + zmtp_hello(token)
+        return start + zmtp_initiate() + zmtp_message(protocol.encode(words))
 
     def enter(self, rng: random.Random) -> Peer:
         """A worker outside of the job; or one of another training of this server."""
@@ -354,10 +376,9 @@ class ParameterServerPort(Port):
         words = zmtp_message(protocol.encode(hello))
         sockets = [peer]
         try:
-            peer.sendall(zmtp_opening(TOKEN) + words)
-            exactly(peer, 64)
-            heard = [zmtp_read(peer) for _ in range(3)][2]
-            welcome = protocol.decode_from_server(heard)
+            zmtp_connect(peer, TOKEN)
+            peer.sendall(words)
+            welcome = protocol.decode_from_server(zmtp_read(peer))
             if isinstance(welcome, protocol.Welcome):
                 memory.open(welcome.memory)
                 liveness = dial(welcome.port)
@@ -543,6 +564,7 @@ class AggregatorPort(Port):
 
     name = "aggregator"
     leaves = 0.3
+    most_logged = sys.maxsize  # a line for each job that ends badly
     most_connections = 2 * HELD + BATCH
 
     def __init__(self, place: dict[str, object]) -> None:

@@ -11,6 +11,7 @@ from tests.chaos.campaign import run
 from tests.chaos.cases import (
     EMULATED,
     HARMLESS,
+    SERVED,
     Case,
     Fault,
     applies_each_gradient_once,
@@ -52,6 +53,7 @@ def test_a_job_with_a_defect_is_caught(defect, case, violation, monkeypatch):
 
 
 EMULATED_CASE = Case(0, "bsp:collective=rina", 2, launcher=EMULATED, racks=1)
+SERVES = Case(0, "ssp", 2, survive=True, launcher=SERVED, serves=1)
 GROUPS = Case(0, "gssp:measure_steps=5", 3, save_every=3)
 """Equal workers: all are one group, and the other groups' servers are idle."""
 BITES = [
@@ -62,6 +64,12 @@ BITES = [
     (GROUPS, Fault("KILL", "service 2", "step 6", 0.0), "server"),
     (EMULATED_CASE, Fault("KILL", "service 0", "step 5", 0.0), "emulated cluster"),
     (EMULATED_CASE, Fault("KILL", "service 1", "step 5", 0.0), "around the ring"),
+    (SERVES, Fault("KILL", "service 0", "step 12", 0.0), "is lost"),
+    (
+        replace(SERVES, survive=False),
+        Fault("KILL", "service 1", "step 12", 0.0),
+        "server 0",
+    ),
 ]
 
 
@@ -72,7 +80,7 @@ def test_a_fault_is_felt_and_all_holds(case, fault, printed):
     assert outcome.violations == [], outcome
     assert outcome.landed == [fault]
     assert printed in outcome.output
-    completes = fault.kind in HARMLESS or "ring" in printed
+    completes = fault.kind in HARMLESS or "ring" in printed or case.survive
     assert outcome.status == 0 if completes else outcome.status > 0
 
 
@@ -92,7 +100,9 @@ def test_an_error_must_name_a_process():
 @pytest.mark.parametrize(("named", "wrong"), [(0, 1), (1, 0)])
 def test_an_error_must_name_the_worker_that_was_killed(named, wrong):
     job = SimpleNamespace(status=1, stderr=f"paceline: rank {named} died: SIGKILL\n")
-    ended = SimpleNamespace(job=job, landed=list(DIES), has=lambda *_: False)
+    ended = SimpleNamespace(
+        case=SAVING, job=job, landed=list(DIES), has=lambda *_: False
+    )
     assert len(list(error_names_the_process(ended))) == wrong
 
 

@@ -11,6 +11,7 @@ CONTROLS = {
     "dies of a byte": "the process has ended with status 1",
     "a thread fails": "a fault: .*ValueError",
     "keeps what it receives": "memory grew by",
+    "logs what it receives": "it logged",
     "answers wrong": "the job: AssertionError",
     "leaks descriptors": "descriptors are",
     "waits for each connection": "the job: TimeoutError",

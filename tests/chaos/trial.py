@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from tests.chaos.cases import EMULATED, STEPS, Case, Fault
-from tests.support.processes import PACELINE, TORCHRUN, Job, kill, python_path
+from tests.chaos.cases import EMULATED, RAY, SERVED, STEPS, Case, Fault
+from tests.support.processes import PACELINE, PYTHON, TORCHRUN, Job, kill, python_path
 
 SCRIPTS = Path(__file__).parent
 END_SECONDS = float(os.environ.get("CHAOS_END_SECONDS", "150"))
@@ -25,6 +25,8 @@ END_SECONDS = float(os.environ.get("CHAOS_END_SECONDS", "150"))
 ORPHANS_END_SECONDS = 30.0
 """Processes of a job end within this after its launcher."""
 DISK_BYTES = 1 << 20
+SERVICES = {SERVED: ("serve", "run"), RAY: ("ray::Server",)}
+"""By launcher: how a word of a service's command line begins, where a job has other processes, too."""
 
 
 @dataclass
@@ -34,8 +36,8 @@ class Trial:
     case: Case
     folder: Path
     name: str = "job"
-    options: tuple[str, ...] = ()
-    """Further options of the launcher."""
+    resumes: bool = False
+    """Whether it goes on from its snapshot."""
     landed: list[Fault] = field(default_factory=list)
     """Faults that have found a process."""
 
@@ -107,9 +109,13 @@ class Trial:
             time.sleep(0.05)
         violations = []
         for process in left:
-            with contextlib.suppress(OSError):
-                words = " ".join(self.job.words_of(process))[:200]
-                violations.append(f"left: process {process}, {words}")
+            # What Ray has started for itself ends when Ray lets it.
+            if self.case.launcher != RAY or self._is(
+                process, *SERVICES[RAY], "ray::Worker"
+            ):
+                with contextlib.suppress(OSError):
+                    words = " ".join(self.job.words_of(process))[:200]
+                    violations.append(f"left: process {process}, {words}")
             kill(process)
         return violations
 
@@ -153,10 +159,13 @@ class Trial:
     def _find(self, fault: Fault) -> int | None:
         """The process that a fault is for."""
         if fault.target == "launcher":
-            return self.job.process.pid
+            return self._launcher()
         started = self.folder.glob("process-*-*")
         workers = {int(file.name.split("-")[2]) for file in started}
-        others = sorted(set(self.job.processes()) - workers - {self.job.process.pid})
+        others = sorted(set(self.job.processes()) - workers - {self._launcher()})
+        if self.case.launcher in SERVICES:
+            names = SERVICES[self.case.launcher]
+            others = [process for process in others if self._is(process, *names)]
         if fault.target.startswith("service"):
             number = int(fault.target.removeprefix("service "))
             return others[number % len(others)] if others else None
@@ -167,6 +176,20 @@ class Trial:
         # It has not noted its process yet: another one that starts takes its place.
         return dict(enumerate(others)).get(rank)
 
+    def _launcher(self) -> int:
+        """The process that starts workers. The manager of a job with ``paceline serve`` is no part of paceline."""
+        if self.case.launcher == SERVED:
+            for process in self.job.processes():
+                if self._is(process, "run"):
+                    return process
+        return self.job.process.pid
+
+    def _is(self, process: int, *names: str) -> bool:
+        """Whether a word of a process's command line begins so."""
+        with contextlib.suppress(OSError):
+            return any(word.startswith(names) for word in self.job.words_of(process))
+        return False
+
     def _start(self) -> Job:
         case, folder = self.case, self.folder
         script = "broken_job.py" if case.defect else "job.py"
@@ -176,10 +199,19 @@ class Trial:
             "PYTHONPATH": python_path(SCRIPTS.parents[1]),
             "PACELINE_TIMEOUTS": "server_start=300",
         }
+        snapshot = str(self._disk / "snapshot") if case.survive else "-"
+        if case.survive:
+            variables["PACELINE_SNAPSHOT_SECONDS"] = "0.2"
         if case.launcher == "torchrun":
             variables["PACELINE_METHOD"] = case.spec
             launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={case.workers}"]
             launcher.append(f"--log-dir={folder / 'logs'}")
+        elif case.launcher == SERVED:
+            launcher = [*PYTHON, "-m", "tests.chaos.served_job", case.spec]
+            launcher += [str(case.workers), str(case.serves), snapshot]
+        elif case.launcher == RAY:
+            launcher = [*PYTHON, str(SCRIPTS / "ray_job.py"), case.spec]
+            launcher += [str(case.workers), snapshot, str(folder / "ray")]
         else:
             launcher = [*PACELINE, case.launcher.split()[1], f"--method={case.spec}"]
             if case.launcher == EMULATED:
@@ -188,14 +220,14 @@ class Trial:
                 launcher.append(f"--cluster={cluster}")
             else:
                 launcher.append(f"--workers={case.workers}")
-        if case.survive:
-            launcher += ["--survive", f"--snapshot={self._disk / 'snapshot'}"]
-            variables["PACELINE_SNAPSHOT_SECONDS"] = "0.2"
+            if case.survive:
+                launcher += ["--survive", f"--snapshot={snapshot}"]
+                launcher += ["--resume"] * self.resumes
         return Job(
-            [*launcher, *self.options, *words],
+            [*launcher, *words],
             folder / self.name,
             variables,
-            forked="all",
+            forked=True if case.launcher == RAY else "all",
             pipe=self._reader.path if self._reader else None,
         )
 

@@ -84,8 +84,14 @@ SENTENCES = {
     "there": "the file exists, and may be what another job left",
     "always dies": "UsageError: worker 0 has died 3 times in a row without a completed step",
     "room goes": "UsageError: worker 0 has not started for",
+    "coordinator goes": "PeerLostError: the coordinator of the job",
 }
-RESULTS = {"apart": "['trained', 'idle']", "server goes": "['trained']"}
+RESULTS = {
+    "apart": "['trained', 'idle']",
+    "server goes": "['trained']",
+    "late": "['trained']",
+    "terminated": "['trained']",
+}
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,12 @@ from paceline.records import RecordsInMemory, StepRecorder
 from paceline.timeouts import timeouts
 from paceline.transport import connection, protocol
 from paceline.transport.connection import Channel
-from paceline.transport.listener import ControlEnded, ControlLine, ServerListener
+from paceline.transport.listener import (
+    REFUSALS_LOGGED,
+    ControlEnded,
+    ControlLine,
+    ServerListener,
+)
 from paceline.transport.security import PLAIN, from_secret
 from tests.support.server_jobs import (
     SECONDS,
@@ -623,3 +628,34 @@ def test_a_wrong_ticket_is_shown_out():
         assert host.refused == {"liveness": 3}
         peer.send(begin())
         assert isinstance(peer.receive(), protocol.Rejected)  # not without its ticket
+
+
+def test_messages_of_many_and_of_large_frames():
+    with (
+        running(Adder(2), 3) as host,
+        Peer(host.port, 2) as peer,
+    ):
+        begin = protocol.RequestHeader(0, Load(bucket=0), "uint8", 1)
+        peer.send(begin, *[b"x"] * 1000)
+        assert isinstance(peer.receive(), protocol.ReplyHeader)
+        assert host.refused == {"payload": 1}
+        # More than a frame may hold: ZeroMQ itself ends the connection.
+        monitor = peer.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        peer.socket.send(bytes(protocol.LARGEST_ON_THE_WIRE + 1))
+        assert monitor.poll(1000 * SECONDS)
+        connect(host, 0).close()
+
+
+def test_refusals_of_one_kind_are_logged_ten_times_and_hide_no_others(caplog):
+    with running(Adder(2), 2) as host:
+        for _ in range(REFUSALS_LOGGED + 5):
+            with pytest.raises(UsageError, match="no worker 7"):
+                connect(host, worker=7)
+        with pytest.raises(UsageError, match="token"):
+            connect(host, token="of\nanother job")
+    lines = [line for line in caplog.messages if "no worker 7" in line]
+    assert len(lines) == REFUSALS_LOGGED
+    ends = [line.endswith("more of these are only counted") for line in lines]
+    assert ends == [False] * (REFUSALS_LOGGED - 1) + [True]
+    assert "does not know the job's token" in caplog.text
+    assert all(line.isprintable() for line in caplog.messages)

@@ -25,7 +25,7 @@ from typing import Any, cast
 
 from paceline import methods, spec
 from paceline.core.settings import Settings
-from paceline.errors import UsageError, WorkerFailedError
+from paceline.errors import PeerLostError, UsageError, WorkerFailedError
 from paceline.integrations.common import require
 from paceline.interfaces import UpdatesOnServer
 from paceline.parameter_server.process import snapshot as snapshots
@@ -101,6 +101,7 @@ def run(
         UsageError: The driver is connected over ``ray://``; the method has no server; the cluster is
             too small (raised at once, with the missing resources); the snapshot exists already.
         WorkerFailedError: *loop* raised. The job ends and is not tried again.
+        PeerLostError: The actor that holds the job together, on this process's node, died. The snapshot stays.
     """
     requests = _requests(workers, resources_per_worker, server_resources)
     _check_method(method, workers)
@@ -144,7 +145,7 @@ def run(
             failed = [
                 failure for call in ready if (failure := _failure(call, calls[call]))
             ]
-            news: JobNews = ray.get(coordinator.poll.remote())
+            news: JobNews = _answer(coordinator.poll.remote())
             for line in news.lines:
                 print(f"paceline: {line}", file=sys.stderr, flush=True)
             for rank in news.evicted:
@@ -157,9 +158,20 @@ def run(
                 server.is_done.remote(calls.pop(call))
             room.look({worker_name(rank) for rank in calls.values()})
         del opened
-        results: list[Any] = ray.get(coordinator.results.remote())
+        results: list[Any] = _answer(coordinator.results.remote())
         _end(server, path)
         return results
+
+
+def _answer(call: Any) -> Any:
+    """The coordinator's answer. Raises `PeerLostError` if it has died: nothing else knows the workers' results."""
+    try:
+        return ray.get(call)
+    except ray.exceptions.RayActorError as error:
+        raise PeerLostError(
+            "the coordinator of the job, an actor on the node of run(), died: the job ends. Go on from its "
+            "snapshot with resume=True"
+        ) from error
 
 
 def _requests(

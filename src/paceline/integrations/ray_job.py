@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import sys
 import threading
 import time
@@ -94,10 +95,7 @@ class Server:
                 ray.get(self._coordinator.give_up.remote(str(error)))
                 raise
         if self._over:
-            fault = (
-                "a worker died after its training was over, or began another one: only one training "
-                "survives that, and not what a loop does after it"
-            )
+            fault = "a loop began a second training: a job on Ray has one; start the next training by another run()"
             ray.get(self._coordinator.give_up.remote(fault))
             raise UsageError(fault)
         return self._address
@@ -135,6 +133,8 @@ class Server:
                 os.environ, SILENT_VARIABLE, timeouts.worker_silent
             ),
             without=done,
+            # A worker may die after it has left, before the coordinator has its loop's result.
+            until="replaced",
         )
         self._address = f"{host}:{listener.port}"
         reading, self._stop = os.pipe()
@@ -176,6 +176,11 @@ class Worker:
 
     def run(self, loop: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         """Run one incarnation: join the server, run *loop*, and give its result to the coordinator."""
+        if threading.current_thread() is threading.main_thread():
+            # Ray's handler raises SystemExit, as if the loop itself had ended.
+            signal.signal(
+                signal.SIGTERM, lambda *_: exit_now(128 + int(signal.SIGTERM))
+            )
         node = ray.get_runtime_context().get_node_id()
         incarnation: Incarnation = ray.get(
             self._coordinator.worker_started.remote(self._rank, node)

@@ -6,6 +6,7 @@ Arguments: such lines, or ``tried``: jobs in which something is wrong.
 import os
 import runpy
 import shlex
+import signal
 import sys
 import traceback
 
@@ -65,6 +66,30 @@ def server_goes():
     return "trained"
 
 
+def coordinator_goes():
+    """Nothing else knows the results."""
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["name"].endswith("Coordinator"):
+            ray.kill(ray.get_actor(**actor))
+    trained()
+
+
+def dies_after():
+    """A process whose training is over, and whose loop has not returned."""
+    trained()
+    if os.environ["PACELINE_INCARNATION"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "trained"
+
+
+def terminated():
+    """What a loop does is not what ends it."""
+    if os.environ["PACELINE_INCARNATION"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    trained()
+    return "trained"
+
+
 @ray.remote(num_cpus=1, name="other", lifetime="detached")
 class Other:
     """Of another job: waits for room, too."""
@@ -110,6 +135,9 @@ TRIED = {
         {"workers": 2, "method": "ssp", "server_resources": {"CPU": 0}},
     ),
     "server goes": (server_goes, ONE),
+    "coordinator goes": (coordinator_goes, ONE),
+    "late": (dies_after, ONE),
+    "terminated": (terminated, ONE),
     "room goes": (room_goes, ONE | {"room_seconds": 20}),
 }
 

@@ -22,7 +22,7 @@ from paceline.parameter_server.process.control import WorkerFinished
 from paceline.parameter_server.process.surviving import SurvivingJob
 from paceline.timeouts import timeouts
 from paceline.transport import protocol, sessions
-from paceline.transport.listener import REFUSALS_LOGGED, ServerListener
+from paceline.transport.listener import ServerListener
 from paceline.transport.security import PLAIN
 from tests.support.hanging import SECONDS
 from tests.support.server_jobs import (
@@ -271,15 +271,3 @@ def test_who_is_done_elsewhere_is_not_waited_for():
         job.host.close()
         os.close(read)
     assert not thread.is_alive()
-
-
-def test_refusals_of_one_kind_hide_no_others(caplog):
-    with running(Adder(2), 2) as host:
-        for _ in range(REFUSALS_LOGGED + 5):
-            with pytest.raises(UsageError):
-                connect(host, worker=7)
-        with pytest.raises(UsageError):
-            connect(host, token="of another job")
-    said = caplog.text
-    assert said.count("no worker 7") == REFUSALS_LOGGED
-    assert "does not know the job's token" in said

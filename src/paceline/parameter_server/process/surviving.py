@@ -21,7 +21,7 @@ import msgspec
 from paceline.errors import UsageError
 from paceline.parameter_server.process import snapshot as snapshots
 from paceline.parameter_server.process.control import WorkerEvicted
-from paceline.parameter_server.process.host import ServerHost
+from paceline.parameter_server.process.host import ServerHost, Until
 from paceline.parameter_server.process.monitors import (
     MissingWorkerMonitor,
     Monitor,
@@ -91,6 +91,7 @@ class SurvivingJob:
         snapshot_seconds: Seconds between two snapshots.
         evict_silent: A worker that is silent for so many seconds is evicted.
         without: Workers that had ended well before the server was restarted, and do not come back.
+        until: When it ends, see `host.Until`.
 
     Raises:
         UsageError: The snapshot is of another job.
@@ -104,6 +105,7 @@ class SurvivingJob:
         snapshot_seconds: float = snapshots.SECONDS,
         evict_silent: float = timeouts.worker_silent,
         without: Sequence[int] = (),
+        until: Until = "departed",
     ) -> None:
         self.path = None if snapshot is None else checked(snapshot)
         name = f"server at {listener.address}:{listener.port}"
@@ -120,10 +122,11 @@ class SurvivingJob:
         monitors.append(SilenceMonitor(evict_silent))
         monitors.append(MissingWorkerMonitor(self.server.missing))
         self.host = ServerHost(listener)
-        self.service_sessions = self.host.add(self.server, monitors).service_sessions
+        hosted = self.host.add(self.server, monitors, until=until)
+        self.service_sessions = hosted.service_sessions
 
     def run(self, stop: int | None = None) -> Iterator[WorkerEvicted]:
-        """Serve until all workers have said goodbye, or *stop*, a descriptor, is at its end.
+        """Serve as long as *until* says, or until *stop*, a descriptor, is at its end.
 
         Lines of *stop*, each a `WorkerFinished`, name absent workers that do not come back. Yields
         evicted workers: their processes may hang, and do not end by themselves.
