@@ -40,9 +40,10 @@ test-integrations: trainers
 	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) trainers" \
 	    $(BIN)/python -m pytest -n 2 --dist loadfile tests/integrations
 
-# Jobs on Ray, whose workers, server and nodes are killed.
+# Jobs on Ray, whose workers, server and nodes are killed; then SEEDS at random instants.
 test-ray: $(VENV)/.with-ray
 	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) ray" $(BIN)/python -m pytest tests/integrations/test_ray.py
+	$(BIN)/python -m tests.chaos --ray --seeds $(SEEDS) --from $(FROM) --processes 3
 
 test-browser: $(VENV)/.with-browser
 	PACELINE_TESTS_NEED="$(PACELINE_TESTS_NEED) browser" $(BIN)/python -m pytest tests/tools/report

@@ -3,7 +3,6 @@
 - `papers`: what five papers claim, and what paceline reaches: ``python -m benchmarks.papers``.
 - `measure`: speed, predictions and accuracy: ``python -m benchmarks.measure.ddp_comparison``.
 - `pictures`: timelines of methods and the README's plan, into ``docs/``.
-- `aggregator_kills`, `launcher_kills`, `ray_kills`, `survive_kills`: jobs of which something is killed
-  at random instants.
+- `ray_kills`: jobs on several Ray nodes, which are killed at random instants. `tests.chaos` kills all else.
 - `workloads`: scripts that make the workloads that come with paceline.
 """

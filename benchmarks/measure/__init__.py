@@ -8,5 +8,6 @@
 - Faults that doctor finds: `doctor`, `doctor_training`.
 - Accuracy against bsp: `accuracy`, `accuracy_tasks`, `local_accuracy`, `compression_accuracy`.
 - `import_time`: what an import costs.
+- `faults`: keeps what campaigns of faults have found (`tests.chaos`).
 - `page_tables`: writes the tables of docs that are made of stored results.
 """

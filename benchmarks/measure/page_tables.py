@@ -23,6 +23,7 @@ from benchmarks.measure import (
     compression,
     compression_accuracy,
     exact_overlap,
+    faults,
     local_accuracy,
     regret,
     regret_emulated,
@@ -307,16 +308,25 @@ FAULTS = {
     "a cut link": ("CUT to host",),
 }
 """Of the campaign's table: the rows that make up one of its own."""
-LAUNCHERS = ("paceline run", "paceline run --survive", "torchrun", "paceline emulate")
+LAUNCHERS = (
+    "paceline run",
+    "paceline run --survive",
+    "paceline serve",
+    "paceline serve --survive",
+    "torchrun",
+    "paceline emulate",
+    "ray",
+)
+
+
+def _found_by_campaigns() -> dict[str, int]:
+    lines = faults.RESULTS.read_text().splitlines()
+    return {row["row"]: row["value"] for row in map(json.loads, lines)}
 
 
 def random_faults() -> list[str]:
-    """Faults of the last campaign of 1,000 jobs, by launcher."""
-    path = ROOT / "benchmarks" / "results" / "chaos.jsonl"
-    found = {
-        row["row"]: row["value"]
-        for row in map(json.loads, path.read_text().splitlines())
-    }
+    """Faults of the last campaigns of real jobs, by launcher."""
+    found = _found_by_campaigns()
 
     def cells(kinds: Iterable[str]) -> list[str]:
         return [
@@ -327,6 +337,22 @@ def random_faults() -> list[str]:
     rows = [["jobs", *cells(["jobs"])]]
     rows += [[fault, *cells(kinds)] for fault, kinds in FAULTS.items()]
     return markdown(["fault", *(f"`{launcher}`" for launcher in LAUNCHERS)], rows)
+
+
+def attacked_ports() -> list[str]:
+    """Messages of the last attack on each port, and what they did to its server."""
+    found = _found_by_campaigns()
+    columns = ("messages", "messages of peers", "KiB", "violations")
+    ports = [row.split(":")[0] for row in found if row.startswith("port ")]
+    rows = [
+        [
+            port.removeprefix("port "),
+            *(f"{found[f'{port}: {column}']:,}" for column in columns),
+        ]
+        for port in dict.fromkeys(ports)
+    ]
+    titles = ("messages", "of them with the token", "memory grew by KiB", "violations")
+    return markdown(["port", *titles], rows)
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
@@ -344,6 +370,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "regret simulated": simulated_regret,
     "regret emulated": regret_between_processes,
     "random faults": random_faults,
+    "attacked ports": attacked_ports,
 }
 
 

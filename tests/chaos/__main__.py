@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from importlib.util import find_spec
@@ -23,7 +24,9 @@ from tests.chaos import campaign, port_attacks, virtual
 from tests.chaos.ports import PORTS
 
 
-def attack_ports(messages: int, seed: int, processes: int) -> int:
+def attack_ports(
+    messages: int, seed: int, processes: int, log: Callable[[object], None]
+) -> int:
     """Attack each port, *processes* at a time; the exit status."""
     print(f"replay: python -m tests.chaos --ports --messages {messages} --from {seed}")
     bad = 0
@@ -36,6 +39,7 @@ def attack_ports(messages: int, seed: int, processes: int) -> int:
             attacks.append(pool.submit(port_attacks.attack_port, kind, messages, seed))
         for done in as_completed(attacks):
             outcome = done.result()
+            log(outcome)
             bad += bool(outcome.violations)
             sent = ", ".join(f"{n} {name}" for name, n in outcome.messages.items())
             print(
@@ -62,14 +66,24 @@ def main() -> int:
     parser.add_argument(
         "--processes", type=int, default=4, help="seeds or ports at a time"
     )
-    parser.add_argument("--log", type=Path, help="append a line of JSON for each seed")
+    parser.add_argument(
+        "--log", type=Path, help="append a line of JSON for each seed or port"
+    )
     parser.add_argument("--show", action="store_true", help="print each job's output")
     parser.add_argument("--ports", action="store_true", help="attack each port")
     parser.add_argument("--messages", type=int, default=2000, help="of each kind")
     options = parser.parse_args()
-    if options.ports:
-        return attack_ports(options.messages, options.first, options.processes)
     began = time.monotonic()
+
+    def log(outcome: object) -> None:
+        if options.log:
+            with options.log.open("a") as file:
+                what = vars(outcome) | {"output": "", "landed": []}
+                what["elapsed"] = time.monotonic() - began
+                print(json.dumps(what), file=file)
+
+    if options.ports:
+        return attack_ports(options.messages, options.first, options.processes, log)
     run_seed = partial(campaign.run_seed, on_ray=options.ray)
     if options.virtual:
         run_seed = virtual.run_seed
@@ -92,10 +106,7 @@ def main() -> int:
             if outcome.violations or options.show:
                 print(outcome.output)
             sys.stdout.flush()
-            if options.log:
-                with options.log.open("a") as log:
-                    what = vars(outcome) | {"output": "", "landed": []}
-                    print(json.dumps(what), file=log)
+            log(outcome)
     for name, count in sorted(tally.items()):
         print(f"{count:6} {name}")
     seconds = time.monotonic() - began
