@@ -306,8 +306,11 @@ def _measured(
     compute: ComputeModel,
     seed: int | None,
 ) -> dict[str, object]:
-    """Profile the script once for all variants, unless the profile is cached. Returns the variants' options;
-    nothing is measured if the script sets its own compute times."""
+    """Profile the script once for all variants, unless the profile is cached.
+
+    Returns:
+        The variants' options; empty if the script sets its own compute times, as nothing is measured then.
+    """
     from paceline.runtimes.simulated.profile_cache import profiled
 
     # The profile is the same for all variants.

@@ -152,7 +152,8 @@ def _with_measured_compression(
 ) -> tuple[Plan, TrainingJob]:
     """Measure the leading compressors on this machine like the script, and predict again.
 
-    Done twice, since other compressors may lead after the first time."""
+    Done twice, since other compressors may lead after the first time.
+    """
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile_cache import measure_compressors
     from paceline.tools.plan.search import leading_compressors, refine_compression_times
@@ -205,7 +206,8 @@ def _workload(
 ) -> tuple[Workload, ComputeModel]:
     """Return a step's compute times, and those of the simulated runtime.
 
-    They come from the named file, the script's built-in model, the script's own pace, or a measurement."""
+    They come from the named file, the script's built-in model, the script's own pace, or a measurement.
+    """
     from paceline.runtimes.simulated.checkpoints import redirect_checkpoints
     from paceline.runtimes.simulated.profile_cache import paced_workload, profiled
 

@@ -93,8 +93,13 @@ def check_lone_worker(
 
 
 def check_job(script: Path, *specs: str | None) -> None:
-    """Raise `UsageError` once here for errors that every worker would have: a missing script, or an unknown
-    name in a spec. Names are not checked if the script may register them."""
+    """Check a job before its workers start, so that an error is reported once.
+
+    Names in specs are not checked if the script may register them.
+
+    Raises:
+        UsageError: The script is missing, or a spec has an unknown name.
+    """
     if not script.is_file():
         raise UsageError(f"there is no script {script}")
     if not any(specs):
@@ -112,8 +117,16 @@ def check_job(script: Path, *specs: str | None) -> None:
 
 
 def check_workers(spec: str | None, workers: int, groups: Sequence[int] = ()) -> None:
-    """Raise `UsageError` once here for a method that cannot train with *workers* workers, such as one with
-    groups of another size. *groups*: each worker's group, if the cluster file sets it."""
+    """Check that a method can train with *workers* workers, so that an error is reported once.
+
+    Args:
+        spec: The method.
+        workers: Number of workers.
+        groups: The group of each worker, if the cluster file sets it.
+
+    Raises:
+        UsageError: The method cannot, for example because its groups have another size.
+    """
     if spec is None:
         return
     from paceline import methods
@@ -225,8 +238,10 @@ class ScriptRun:
 def script_run(
     job: ScriptJob, json: bool, cluster: Cluster | None = None
 ) -> Iterator[ScriptRun]:
-    """Return a context in which the command launches the job. At its end the result is shown, and the process
-    ends. *cluster*: the described network, if there is one."""
+    """Return a context in which the command launches the job.
+
+    At its end the result is shown, and the process ends. *cluster* is the described network, if there is one.
+    """
     records = job.options.records
     if records is not None:
         forget_workers(records)

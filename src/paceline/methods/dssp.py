@@ -85,8 +85,10 @@ class DSSP(PushPull):
 
 
 class DynamicBound(Discipline):
-    """Bounds the staleness on the server, by the paper's controller. Of several servers each decides for its part of the model; a worker
-    waits for the last of them."""
+    """Bounds the staleness on the server, by the paper's controller.
+
+    Each of several servers decides for its part of the model, and a worker waits for the last of them.
+    """
 
     def __init__(self, staleness: int, extra: int) -> None:
         self._staleness, self._extra = staleness, extra  # s_L, r_max

@@ -254,8 +254,11 @@ class Controller:
     # ---- the decision of an earlier run ----
 
     def _recall(self) -> Steps[float]:
-        """Use the method of an earlier run. Returns seconds of its step: 0 if there is none, or if the
-        network has changed."""
+        """Use the method of an earlier run.
+
+        Returns:
+            The seconds of its step; 0 if there is no earlier run, or if the network has changed.
+        """
         yield from self._wait_steps(1)
         spec, seconds = self._measurements.recall()
         text = yield from self._broadcast(f"{seconds!r} {spec}" if spec else "")
@@ -409,8 +412,11 @@ class Controller:
         return True
 
     def _reach_steady_state(self, first: int | None) -> Steps[bool]:
-        """Wait until the present method is in steady state. Returns False as soon as a candidate, whose
-        trial began at step *first*, has clearly lost."""
+        """Wait until the present method is in steady state.
+
+        Returns:
+            False as soon as a candidate, whose trial began at step *first*, has clearly lost.
+        """
         pauses = [LOOK_EVERY] * (MOST_SETTLING // LOOK_EVERY)
         factor = HOPELESS
         if first is not None:

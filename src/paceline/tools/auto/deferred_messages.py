@@ -42,8 +42,11 @@ class DeferredMessages:
         self._post(0.0, values)
 
     def take(self) -> list[float]:
-        """Return the sums over ranks of the oldest post. Raises `WorkerFinishedError` if a worker is
-        out of data."""
+        """Return the sums over ranks of the oldest post.
+
+        Raises:
+            WorkerFinishedError: A worker is out of data.
+        """
         pending, buffer = self._posted.popleft()
         pending.wait()
         sums: list[float] = buffer.tolist()
@@ -59,8 +62,13 @@ class DeferredMessages:
         self.post([len(content), *content[: WORDS - 1]])
 
     def take_text(self) -> str:
-        """Return rank 0's text. A text longer than one message needs more messages, and all ranks wait for
-        them. Raises `WorkerFinishedError`."""
+        """Return rank 0's text.
+
+        A text longer than one message needs more messages, and all ranks wait for them.
+
+        Raises:
+            WorkerFinishedError: A worker is out of data.
+        """
         own = self._texts.popleft()
         length, *content = self.take()
         while len(content) < length:

@@ -165,8 +165,10 @@ class TrainingMeasurements:
     # ---- a plan ----
 
     def _known_cluster(self) -> Cluster | None:
-        """Return the network from a file or from the runtime: it is not measured. An emulated network is
-        measured like a real one, unless it has properties that a probe cannot see."""
+        """Return the network from a file or from the runtime, which is not measured.
+
+        An emulated network is measured like a real one, unless it has properties that a probe cannot see.
+        """
         if self._named is not None:
             return self._named
         described = self._runtime.cluster
@@ -368,8 +370,10 @@ def with_all_compute(workload: Workload, compute: float, scale: float) -> Worklo
 
 
 def as_one_pass(workload: Workload) -> Workload:
-    """Return *workload* with its forward pass spread like its backward pass: virtual time charges a
-    forward pass as a whole."""
+    """Return *workload* with its forward pass spread like its backward pass.
+
+    Virtual time charges a forward pass as a whole.
+    """
     total = workload.backward_seconds
     if not total:
         return workload

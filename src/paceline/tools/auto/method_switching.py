@@ -70,13 +70,18 @@ class StepController(Protocol):
 
     @property
     def meets_before_change(self) -> bool:
-        """Whether all workers have met in the step in which it asks for a change, and none is out of
-        data: then one round of messages is not needed."""
+        """Whether all workers have met in the step in which it requests a change, and none is out of data.
+
+        Then one round of messages is not needed.
+        """
         ...
 
     def run(self) -> Steps[None]:
-        """Each yield is the end of a step: the spec of the next method, equal on all workers, or None. It
-        receives the reason if the method cannot begin, else an empty string."""
+        """Decide after each step whether to change the method.
+
+        Each yield is the end of a step. It yields the spec of the next method, equal on all workers, or
+        None. It receives the reason if the method cannot begin, else an empty string.
+        """
         ...
 
 
@@ -107,8 +112,13 @@ class SwitchableTraining:
 
 
 class _Vote(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's message when a training has ended after *steps* steps: the *spec* that it continues with, or
-    nothing if it is out of data. *fault*: why that method cannot be used."""
+    """A worker's message when a training has ended.
+
+    Attributes:
+        steps: Steps of the training.
+        spec: The spec with which the worker continues; empty if it is out of data.
+        fault: The reason for which that method cannot be used.
+    """
 
     spec: str = ""
     steps: int = 0
@@ -294,8 +304,13 @@ class MethodSwitcher:
         return steps
 
     def _go_on(self, votes: Sequence[_Vote]) -> str:
-        """Begin the voted spec on all workers. If that fails on any, begin the previous method and return
-        the reason. Collective."""
+        """Begin the voted spec on all workers. Collective.
+
+        If that fails on any worker, begin the previous method.
+
+        Returns:
+            The reason of the failure; empty without one.
+        """
         going = [rank for rank, vote in enumerate(votes) if vote.spec]
         specs = {votes[rank].spec for rank in going}
         if len(specs) > 1:

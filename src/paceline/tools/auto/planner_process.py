@@ -153,8 +153,10 @@ class PlannerProcess:
         return False
 
     def wait(self) -> None:
-        """Wait for the answer, however long it takes: in virtual time the step at which it is used must not
-        depend on this machine's speed."""
+        """Wait for the answer, however long it takes.
+
+        In virtual time the step at which it is used must not depend on this machine's speed.
+        """
         if self._process is not None:
             self._process.wait()
 

@@ -471,8 +471,7 @@ class _Comparison:
     def _to_goal(
         self, goal: Goal, values: Sequence[float]
     ) -> tuple[Sequence[float], Sequence[float]]:
-        """Lines from the axis at the goal's value to the first run that reaches it, and from there to the
-        other axis."""
+        """Return the goal's lines: from one axis to the first run that reaches it, then to the other axis."""
         times = [
             run.reached.end_seconds for run in self.runs if run.reached is not None
         ]
@@ -605,8 +604,10 @@ def _ratio(base: float | None, seconds: float | None) -> Number | None:
 
 @dataclass
 class Curve:
-    """One method's values of one metric over *seconds* since training began, as means over its workers. NaN
-    marks a logged value that is not finite."""
+    """One method's values of one metric, as means over its workers.
+
+    They are over *seconds* since training began. NaN marks a logged value that is not finite.
+    """
 
     seconds: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)

@@ -135,8 +135,13 @@ class Variant:
 
 @dataclass(frozen=True)
 class VariantRun:
-    """A variant after its run: its *outcome*, the *steps* of all workers, and the step that *reached* the
-    goal, if any."""
+    """A variant after its run.
+
+    Attributes:
+        outcome: The result or the failure.
+        steps: The steps of all workers.
+        reached: The step that reached the goal, if any.
+    """
 
     variant: Variant
     outcome: Outcome
@@ -157,8 +162,10 @@ class VariantStep(StepRecord, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Everything that variants share: the script, the runtime, and the command's other *options*. Records are
-    written to *folder*."""
+    """The job that variants share: the script, the runtime, and the command's other *options*.
+
+    Records are written to *folder*.
+    """
 
     script: str
     arguments: Sequence[str]

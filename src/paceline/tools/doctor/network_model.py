@@ -141,7 +141,8 @@ class NetworkModel:
         """Paths that are far slower than others of both their hosts, with the rate that they could reach.
 
         Hosts with many slow paths are left out: the network is built that way. So are paths that were slow
-        only once, and those of links that vary or lose packets, where the cause is unclear."""
+        only once, and those of links that vary or lose packets, where the cause is unclear.
+        """
         found = {
             (path.source, path.target): usual
             for path in self.evidence.paths

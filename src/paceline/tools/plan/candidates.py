@@ -95,8 +95,10 @@ def summary_line(text: str) -> str:
 
 
 def _with_values(text: str, row: object) -> str:
-    """Replace each key in backticks in *text* by its number, if it has one. A number of 0 means
-    that it is tuned."""
+    """Replace each key in backticks in *text* by its number, if it has one.
+
+    A number of 0 means that the key is tuned.
+    """
 
     def value(key: re.Match[str]) -> str:
         number = getattr(row, key[1], None)

@@ -285,7 +285,8 @@ def says_more_in_full(spec: str) -> bool:
 def _shorter(method: Any, steps: int) -> tuple[Method, int]:
     """Return the method with rounds of about *steps* steps, and by how many they are shorter.
 
-    It is unchanged if rounds are not longer, or if a shorter round would make it another method."""
+    It is unchanged if rounds are not longer, or if a shorter round would make it another method.
+    """
     whole = getattr(method, "sync_every", 0)
     if whole <= steps or getattr(method, "group_every", 1) > 1:
         return method, 0
@@ -391,8 +392,10 @@ def _events(outcome: SimulationResult, job: TrainingJob) -> int:
 
 
 def _charged(job: TrainingJob) -> Workload:
-    """Return the workload with the input time of all batches of a step. A batch of unknown size counts as
-    one sample, so that more batches take longer."""
+    """Return the workload with the input time of all batches of a step.
+
+    A batch of unknown size counts as one sample, so that more batches take longer.
+    """
     workload = job.workload
     batches = job.batches * job.passes / (workload.passes or 1)
     return replace(
@@ -435,7 +438,8 @@ def _simulation(job: TrainingJob, run: _Run, *, draws: bool) -> Simulation:
 def _no_collection() -> Iterator[None]:
     """Collect reference cycles once at the end, and only among objects made inside.
 
-    Many workers make many objects: otherwise the collector would take a fifth of the time."""
+    Many workers make many objects: otherwise the collector would take a fifth of the time.
+    """
     if not gc.isenabled() or gc.get_freeze_count():
         yield
         return
@@ -503,7 +507,8 @@ def _lengthened(
     """Means over a round with *missing* more steps, each like most of its steps.
 
     At the round's end all workers wait for the slowest. So each of these steps takes as long as the
-    slowest worker's, and the others wait for the rest."""
+    slowest worker's, and the others wait for the rest.
+    """
     period = recorders[0].period
     usual = [
         [median(getattr(step, name) for step in steady_steps(list(recorder.steps))) for name in _FIELDS]

@@ -41,8 +41,10 @@ Result = TypeVar("Result")
 
 
 def usual_events(cluster: Cluster) -> int:
-    """Return the default limit on a plan's simulated events: enough for all candidates of usual models on
-    up to `FEW_WORKERS` workers."""
+    """Return the default limit on a plan's simulated events.
+
+    It is enough for all candidates of usual models on up to `FEW_WORKERS` workers.
+    """
     more = MORE_SECONDS * max(0, cluster.workers - FEW_WORKERS)
     return round(EVENTS_PER_SECOND * (USUAL_SECONDS + more))
 

@@ -435,8 +435,13 @@ def summary_lines(specs: Sequence[str]) -> Text | None:
 
 
 def best_of_each_class(plan: Plan) -> list[tuple[str, str, Estimate]]:
-    """Consistency, name and estimate: one machine, then DDP, then the recommended method of each
-    consistency. If none is recommended, its fastest method is shown."""
+    """Return one machine, then DDP, then the recommended method of each consistency.
+
+    If a consistency has no recommended method, its fastest method is shown.
+
+    Returns:
+        Consistency, name and estimate of each.
+    """
     found = [("-", "one machine, same global batch", plan.baseline.single)]
     ddp, recommended = plan.estimate(DDP), plan.recommended
     if ddp is not None:

@@ -153,7 +153,8 @@ def _refusals(
 ) -> tuple[dict[str, str], bool]:
     """Why the script fails under the methods of a *kind* (empty if it does not), and whether that is permanent.
 
-    Errors that are not paceline's, such as a full disk, may not occur again."""
+    Errors that are not paceline's, such as a full disk, may not occur again.
+    """
     try:
         _run(script, arguments, kind[0], scratch)
     except PacelineError as error:

@@ -108,8 +108,12 @@ class UpgradePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Upgrade(NamedTuple):
-    """An upgraded switch: it receives *rate* bytes per second from all its workers together, and
-    holds *slots* sums of packets (None: no limit)."""
+    """An upgraded switch.
+
+    Attributes:
+        rate: Bytes per second that it receives from all its workers together; None: no limit.
+        slots: Sums of packets that it holds; None: no limit.
+    """
 
     rate: float | None = None
     slots: int | None = None

@@ -500,7 +500,8 @@ def _is_flat(curve: Curve) -> bool:
     """Return whether no link makes the step shorter by more than `NEGLIGIBLE`.
 
     A step is a convex function of the time per byte. So towards zero it falls at most as steeply as
-    between the last two links."""
+    between the last two links.
+    """
     if len(curve) < 2:
         return False
     (slow, before), (fast, after) = curve[-2:]

@@ -264,8 +264,11 @@ def _look(one: Series, theme: Theme) -> dict[str, object]:
 
 
 def _marked(one: Series, place: int) -> list[int]:
-    """Points with a marker: all if there are few, else some at other places than the neighbouring lines', and all
-    isolated points."""
+    """Return the points with a marker.
+
+    If there are few, all have one. Otherwise isolated points have one, and some points at other places than those
+    of neighbouring lines.
+    """
     count = len(one.ys)
     if count <= 12:
         return list(range(count))

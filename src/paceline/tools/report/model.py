@@ -37,8 +37,14 @@ INK, GRID, GROUND = (
 
 
 class Number(NamedTuple):
-    """A figure: sorted by *value*, shown as *text*. *bad*: it is marked by a sign and a colour; *title* explains
-    it."""
+    """A figure in a table.
+
+    Attributes:
+        value: The number by which it is sorted.
+        text: The text that is shown.
+        bad: Whether it is marked by a sign and a colour.
+        title: Explains the mark.
+    """
 
     value: float | None
     text: str
@@ -53,8 +59,13 @@ Level = Literal["summary", "details"]
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Sentences, as one of: a list, a numbered list whose items have a title and more lines,
-    paragraphs, or lines of *code*, each with a copy button."""
+    """Sentences in one of several forms.
+
+    - A list.
+    - A numbered list, whose items have a title and more lines.
+    - Paragraphs.
+    - Lines of *code*, each with a copy button.
+    """
 
     title: str
     lines: Sequence[str]
@@ -78,7 +89,8 @@ class Table:
     """Rows that can be sorted by any column.
 
     They are sorted by column number *sort*, or unsorted. *colours*: by row, the number of the
-    colour beside its first cell. *notes* are numbered. *folded*: shown on demand."""
+    colour beside its first cell. *notes* are numbered. *folded*: shown on demand.
+    """
 
     title: str
     headings: Sequence[str]
@@ -102,8 +114,10 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Seconds for each part, and a *text* after the bar. *colour*: the number of one colour for all
-    parts; otherwise each part has its own."""
+    """Seconds for each part, and a *text* after the bar.
+
+    *colour* is the number of one colour for all parts; otherwise each part has its own.
+    """
 
     name: str
     values: Sequence[float]
@@ -113,8 +127,11 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class BarChart:
-    """Stacked bars of seconds. A part with the name *exposed* is hatched. *limit*: seconds of a
-    vertical line with the name *limit_name*."""
+    """Stacked bars of seconds.
+
+    A part with the name *exposed* is hatched. *limit* has the seconds of a vertical line with the name
+    *limit_name*.
+    """
 
     title: str
     parts: Sequence[str]
@@ -127,8 +144,10 @@ class BarChart:
 
 @dataclass(frozen=True, kw_only=True)
 class Matrix:
-    """A figure for each pair, shaded from the best to the worst. *least*: smaller differences are hardly visible as
-    shades (None: half of the largest)."""
+    """A figure for each pair, shaded from the best to the worst.
+
+    Differences smaller than *least* are hardly visible as shades (None: half of the largest).
+    """
 
     title: str
     rows: Sequence[str]
@@ -161,8 +180,10 @@ class Panel(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LineChart:
-    """Small charts of one kind side by side, on equal axes, with their figures as a *table*. *x*,
-    *y* name the axes; *log*: the logarithmic ones. *top*: the end of the vertical axis."""
+    """Small charts of one kind side by side, on equal axes, with their figures as a *table*.
+
+    *x* and *y* name the axes, and *log* the logarithmic ones. *top* is the end of the vertical axis.
+    """
 
     title: str
     panels: Sequence[Panel]
@@ -177,8 +198,10 @@ class LineChart:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineSection:
-    """Steps of several runs, of which two are shown at a time, on one scale. *first*: the numbers
-    of the two that are shown first."""
+    """Steps of several runs, of which two are shown at a time, on one scale.
+
+    *first* has the numbers of the two that are shown first.
+    """
 
     title: str
     steps: Sequence[Step]

@@ -96,8 +96,10 @@ def _steps_of(path: Path) -> Iterator[StepRecord]:
 
 
 def merge_workers(folder: str, name: str) -> None:
-    """Write ``NAME.jsonl`` and ``NAME.trace.json`` from all real workers' files in *folder*, and remove these. They
-    are read while the result is written, so their size does not matter."""
+    """Merge all real workers' files in *folder* into ``NAME.jsonl`` and ``NAME.trace.json``, and remove them.
+
+    They are read while the result is written, so their size does not matter.
+    """
     paths = sorted(Path(folder).glob(_WORKERS))
 
     def spans() -> Iterator[Span]:
@@ -139,8 +141,10 @@ _CLAIMED = ".paceline-files"
 
 
 def claim(folder: str, *names: str) -> None:
-    """Record that files with these *names* in *folder* are about to be made, so that `clear` may
-    remove them. A folder that exists already is never claimed."""
+    """Record that files with these *names* will be made in *folder*, so that `clear` may remove them.
+
+    A folder that exists already is never claimed.
+    """
     path = make_folder(folder)
     known = _claimed(path)
     fresh = [n for n in names if n not in known and not (path / n).is_dir()]
@@ -167,8 +171,15 @@ def _claimed(path: Path) -> list[str]:
 
 
 def make_folder(folder: str, what: str = "records") -> Path:
-    """Make *folder* if necessary. Raises `UsageError` if it is not writable; *what* names its content in the
-    error."""
+    """Make *folder* if necessary.
+
+    Args:
+        folder: Path of the folder.
+        what: Names its content in the error.
+
+    Raises:
+        UsageError: The folder is not writable.
+    """
     path = Path(folder)
     probe = path / f".paceline-probe-{os.getpid()}"
     try:

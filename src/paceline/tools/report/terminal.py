@@ -286,8 +286,10 @@ def _cells_of(row: CompressorCost) -> list[model.Cell]:
 
 
 def console_for_tables() -> Console:
-    """Standard output, wide enough if it is a file. Names of metrics, tensors and files are shown literally:
-    ``acc[val]`` is not markup."""
+    """Return a console on standard output, wide enough if it is a file.
+
+    Names of metrics, tensors and files are shown literally: ``acc[val]`` is not markup.
+    """
     console = Console(markup=False, emoji=False)
     if not console.is_terminal:
         console.width = _WIDTH_OF_FILES

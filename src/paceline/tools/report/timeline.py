@@ -35,8 +35,11 @@ Spans = Callable[[], Iterable[Span]]
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One worker's activities of one kind. *spans* has three numbers for each, in sequence: the
-    ticks since the start of the previous one, the length in ticks, and the number of the name."""
+    """One worker's activities of one kind.
+
+    *spans* has three numbers for each activity: the ticks since the start of the previous one, the length
+    in ticks, and the number of its name.
+    """
 
     name: str
     kind: Kind
@@ -289,8 +292,10 @@ def called(name: str) -> str:
 def _joined(
     rows: list[list[Ticks]], names: dict[str, int], most: int
 ) -> list[list[Ticks]]:
-    """Join neighbours that look the same, and then more of them, until there are at most *most* in
-    all (or one in each row)."""
+    """Join neighbouring spans until there are at most *most* in all, or one in each row.
+
+    Those that look the same are joined first.
+    """
     shortest = SEEN / 8
     while sum(map(len, rows)) > most and shortest < TICKS:
         shortest *= 2

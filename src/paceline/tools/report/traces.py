@@ -19,8 +19,13 @@ _OPENS, _CLOSES = b'{"traceEvents":[', b'],"displayTimeUnit":"ms"}'
 
 
 def chrome_trace(spans: Callable[[], Iterable[Span]]) -> Iterator[bytes]:
-    """Return a JSON object in the trace event format, in pieces; times are in microseconds from the first span.
-    *spans* returns all spans, on each call."""
+    """Yield a JSON object in the trace event format, in pieces.
+
+    Times are in microseconds from the first span.
+
+    Args:
+        spans: Returns all spans, on each call.
+    """
     origin = min((span.start for span in spans()), default=0.0)
     encode = msgspec.json.Encoder().encode
     yield _OPENS
