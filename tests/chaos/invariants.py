@@ -49,6 +49,9 @@ def survives(trial: Trial) -> Iterator[str]:
     few = (
         len(trial.landed) < 3 and not trial.has("launcher") and not trial.has("stdout")
     )
+    if trial.case.launcher == RAY and trial.has("service"):
+        # Without a snapshot: it may be on a node that the server's new one does not reach.
+        few &= (trial.folder / "disk" / "snapshot").exists()
     if trial.case.survive and few and trial.job.status != 0:
         yield f"status {trial.job.status}: it did not survive"
 
