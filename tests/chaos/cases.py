@@ -295,7 +295,7 @@ def draw(seed: int, *, on_ray: bool = False) -> Case:
             racks=racks * emulated,
             serves=serves,
         )
-        if survive and not survives(case.spec):
+        if (survive or serves) and not survives(case.spec):
             continue
         if applies_each_gradient_once(case) is not None:
             break

@@ -16,7 +16,7 @@ RUNS = [
         case,
         workers,
         id=f"{name}-{workers}",
-        marks=[] if workers == 3 or case in PER_PROCESS else pytest.mark.slow,
+        marks=[] if workers == 3 else pytest.mark.slow,
     )
     for name, case in CASES.items()
     for workers in ((1,) if case in PER_PROCESS else (1, 3))

@@ -16,11 +16,21 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forked
+
 LIMIT_SECONDS = 2.0
 KEY = "paceline/durations"
 REFERENCE_SECONDS = 0.16
 """What `machine_seconds` measures on the two-core machine that the limit was chosen for."""
 ROOT = Path(__file__).parents[2]
+
+
+PLUGIN = ("-p", "tests.support.durations")
+
+
+def pytest_sessionstart() -> None:
+    """As a plugin: the first test that forks does not pay for the server that all share."""
+    forked.start_server()
 
 
 class Recorder:
@@ -67,7 +77,8 @@ def main() -> int:
         return 0
     limit = LIMIT_SECONDS * max(1.0, machine_seconds() / REFERENCE_SECONDS)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--no-header", *suspects], cwd=ROOT
+        [sys.executable, "-m", "pytest", "-q", "--no-header", *PLUGIN, *suspects],
+        cwd=ROOT,
     )
     again = kept()
     slow = {test: again[test] for test in suspects if again.get(test, 0.0) > limit}

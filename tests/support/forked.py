@@ -197,6 +197,11 @@ def run_together(
     return ends
 
 
+def start_server() -> None:
+    """Start the server from which processes are forked, unless it runs."""
+    _context()
+
+
 @functools.cache
 def _context() -> ForkServerContext:
     """The server, started once for this process; libraries that have a pool of threads per

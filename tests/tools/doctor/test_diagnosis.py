@@ -287,6 +287,7 @@ def test_nothing_is_named_slow_where_there_is_nothing_to_wait_for():
     assert not named(site(hosts=2, spec="osp", workload=small))
 
 
+@pytest.mark.slow
 def test_a_page_marks_what_is_a_fault_and_nothing_else():
     """A link for which nobody waits is none; and what is to be run is written as it is typed."""
     made = site(workload=layers(4, 0.01, 0.03, 0.06))
