@@ -114,7 +114,7 @@ def plan_script(
     if forward is None and backward is None:
         times, compute = _workload(script, arguments, cluster, compute, facts)
     else:
-        times = _said(script, compute, facts)
+        times = _workload_from_options(script, compute, facts)
     times = facts.of_script(replace(times, cores=0) if sleeps else times)
     made = plan(
         cluster,
@@ -182,7 +182,9 @@ def _busy_cores(cluster: Cluster) -> int:
     return min(shared, cluster.workers, processes())
 
 
-def _said(script: Path, compute: ComputeModel, facts: ScriptAnalysis) -> Workload:
+def _workload_from_options(
+    script: Path, compute: ComputeModel, facts: ScriptAnalysis
+) -> Workload:
     """Return the workload with the times of the options, spread over the script's tensors."""
     from paceline.cluster import Workload
 

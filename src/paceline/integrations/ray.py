@@ -323,7 +323,7 @@ class _Room:
         self._requests, self._seconds = requests, seconds
         self._actors = dict(zip(requests, actors, strict=True))
         self._since: dict[str, float] = {}
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def look(self, at_work: Set[str]) -> None:
         """Check the actors that are not done (*at_work*). Raises `UsageError` if one waits too long."""
@@ -332,7 +332,7 @@ class _Room:
         for name, request in self._requests.items():
             if name not in waiting:
                 self._since.pop(name, None)
-                self._said.discard(name)
+                self._reported.discard(name)
                 continue
             waited = now - self._since.setdefault(name, now)
             sentence = (
@@ -343,8 +343,8 @@ class _Room:
                 raise UsageError(
                     f"{sentence}; wait longer (room_seconds=), start more nodes, or ask for less"
                 )
-            if waited > timeouts.ray_say and name not in self._said:
-                self._said.add(name)
+            if waited > timeouts.ray_say and name not in self._reported:
+                self._reported.add(name)
                 print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
 

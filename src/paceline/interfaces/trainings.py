@@ -359,17 +359,19 @@ class TrainingRegistry:
 
     def is_over(self, number: int) -> bool:
         """Whether training *number*, as other workers count, has begun and ended here, well or not."""
-        training = self._as_told(number)
+        training = self._as_others_count(number)
         return training is not None and (training.finished or bool(training.broken_by))
 
     def broken_by(self, number: int) -> str:
         """The error that ended training *number* here, as other workers count; empty if there is none."""
-        training = self._as_told(number)
+        training = self._as_others_count(number)
         return "" if training is None else training.broken_by
 
-    def _as_told(self, number: int) -> TrainingStatus | None:
-        """Other workers' numbers count hidden trainings, since their messages may arrive after
-        these were hidden."""
+    def _as_others_count(self, number: int) -> TrainingStatus | None:
+        """Return the training that has this number for other workers; None if it has not begun here.
+
+        Their numbers count hidden trainings, since their messages may arrive after these were hidden.
+        """
         everything = [*self.hidden, *self.trainings]
         return everything[number].training if number < len(everything) else None
 

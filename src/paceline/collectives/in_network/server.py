@@ -394,7 +394,7 @@ class AggregatorServer:
     def _refuse(self, link: _Link, reason: str) -> None:
         self.counts["refused: hellos"] += 1
         self._put(link, text_frame(Kind.REFUSED, reason))
-        self._end_after_words(link)
+        self._end_after_message(link)
 
     def _depart(self, link: _Link) -> None:
         """Handle a goodbye: the connection needs nothing more.
@@ -435,14 +435,14 @@ class AggregatorServer:
                 self._drop(other)
             else:
                 self._put(other, text_frame(Kind.LOST, reason))
-                self._end_after_words(other)
+                self._end_after_message(other)
 
     def _forget(self, job: _ServedJob) -> None:
         self._jobs.pop(job.job.terms.job, None)
         self.pool.end(job.job)
         self.counts["jobs ended"] += 1
 
-    def _end_after_words(self, link: _Link) -> None:
+    def _end_after_message(self, link: _Link) -> None:
         """Send nothing more, and discard what still arrives.
 
         Closing a connection with unread data would lose the message that is on its way.

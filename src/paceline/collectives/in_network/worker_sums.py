@@ -155,15 +155,15 @@ class LossNotice:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._is_said = False
+        self._is_reported = False
 
     def report(self, comm: Communicator, text: str) -> None:
         """Log *text* on rank 0 of *comm*, unless a loss was reported before."""
         if comm.rank != 0:
             return
         with self._lock:
-            was_said, self._is_said = self._is_said, True
-        if not was_said:
+            was_reported, self._is_reported = self._is_reported, True
+        if not was_reported:
             comm.log(text)
 
 

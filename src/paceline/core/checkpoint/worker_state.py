@@ -109,7 +109,7 @@ class WorkerPart:
             if name in index.states
         }
         if runtime.rank == 0:
-            self._say_what_is_left()
+            self._report_unused()
 
     def restore(self) -> None:
         """Put the states into all trainings."""
@@ -154,7 +154,7 @@ class WorkerPart:
             )
         return place
 
-    def _say_what_is_left(self) -> None:
+    def _report_unused(self) -> None:
         there = set(self._index.states)
         for name in sorted(self._owners.keys() - there):
             _report(f"{self._found} holds no {name}: it starts from its initial state")

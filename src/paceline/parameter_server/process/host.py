@@ -89,7 +89,7 @@ class HostedService:
         """Number of earlier starts of this service; its peers learn it."""
         self.holds_model: bool | None = None
         """The last reported value of the service's `holds_model`."""
-        self.over_is_told = False
+        self.end_is_reported = False
 
     @property
     def service(self) -> Service | None:
@@ -258,9 +258,9 @@ class ServerHost:
             hosted.holds_model = monitored.service.holds_model
             self._news.append(control.HoldsModel(holds=bool(hosted.holds_model)))
         if hosted.until == "replaced":
-            if service_sessions.all_have_departed and not hosted.over_is_told:
+            if service_sessions.all_have_departed and not hosted.end_is_reported:
                 self._news.append(control.TrainingOver())
-            hosted.over_is_told = service_sessions.all_have_departed
+            hosted.end_is_reported = service_sessions.all_have_departed
         if hosted.is_over:
             self._end(hosted.key)
 

@@ -137,8 +137,8 @@ class Members:
             member is not None and member.incarnation < incarnation and not member.lost
         )
 
-    def hear_of(self, worker: int, incarnation: int) -> None:
-        """Let this incarnation be the worker from now on, unless there was a later one."""
+    def note_incarnation(self, worker: int, incarnation: int) -> None:
+        """Make this incarnation the current one of *worker*, unless a later one is known."""
         member = self._known.get(worker)
         if member is None or incarnation > member.incarnation:
             self._known[worker] = Member(incarnation)

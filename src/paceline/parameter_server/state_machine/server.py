@@ -310,7 +310,7 @@ class ParameterServer(Service):
         if self.members.is_one(worker):
             if self.members.has_older(worker, incarnation):
                 self._lose(worker)
-            self.members.hear_of(worker, incarnation)
+            self.members.note_incarnation(worker, incarnation)
 
     def _on_join(
         self, sender: Sender, join: Join, payload: torch.Tensor | None

@@ -101,7 +101,7 @@ class Client:
             theirs.close()
             os.close(launcher)
         try:
-            self.ready = self._hear_first_words()
+            self.ready = self._receive_ready()
         except BaseException:
             self.close()
             raise
@@ -160,7 +160,7 @@ class Client:
     ) -> None:
         self.close()
 
-    def _hear_first_words(self) -> Ready:
+    def _receive_ready(self) -> Ready:
         try:
             answer, _ = self._line.receive_answer()
         except (EOFError, OSError) as error:

@@ -152,7 +152,7 @@ class EmulatedJob:
             reached.bind(path)
             reached.listen(1)
             listener = threading.Thread(
-                target=self._hear_progress, args=(reached,), daemon=True
+                target=self._receive_progress, args=(reached,), daemon=True
             )
             listener.start()
             try:
@@ -280,7 +280,7 @@ class EmulatedJob:
 
     # ---- rules ----
 
-    def _hear_progress(self, listener: socket.socket) -> None:
+    def _receive_progress(self, listener: socket.socket) -> None:
         try:
             connection, _ = listener.accept()
         except OSError:

@@ -87,7 +87,7 @@ class ServerProcess:
         assert isinstance(self.process.stdin, io.BufferedWriter)
         liveness.close_in_children(self.process.stdin)
         self._write(self.token.encode())
-        self._heard = b""
+        self._partial_line = b""
         """Output after its last complete line."""
 
     def listens(self) -> int:
@@ -131,8 +131,8 @@ class ServerProcess:
         """Return the messages since the last call. Does not wait."""
         ready, _, _ = select.select([self.news_descriptor], [], [], 0)
         if ready:
-            self._heard += os.read(self.news_descriptor, 65536)
-        *lines, self._heard = self._heard.split(b"\n")
+            self._partial_line += os.read(self.news_descriptor, 65536)
+        *lines, self._partial_line = self._partial_line.split(b"\n")
         return [msgspec.json.decode(line, type=LineFromServer) for line in lines]
 
     def close(self) -> None:

@@ -213,7 +213,7 @@ class Supervisor:
         worker = self._workers[ended.rank]
         action = self._policy.worker_exited(ended, worker.last_step, status)
         if ended.status == 0:
-            self._servers.say_done(ended.rank)
+            self._servers.report_done(ended.rank)
         if action is WorkerAction.RESTART:
             last_step = self._policy.workers[ended.rank].last_step
             print(
@@ -501,7 +501,7 @@ class SupervisedServers:
         """The servers' addresses for workers, in order of their numbers."""
         return "+".join(f"{_HOST}:{server.port}" for server in self.each)
 
-    def say_done(self, worker: int) -> None:
+    def report_done(self, worker: int) -> None:
         """Report that a worker's script has ended well, and is not restarted."""
         for process in self._processes:
             process.send(WorkerFinished(worker=worker))
