@@ -177,15 +177,15 @@ PAPER = Paper(
     name="baselines",
     title="R2SP: workers take turns (INFOCOM 2019), a baseline",
     page="explanation/parameter-server.md",
-    source="the abstract and the authors' code, certain",
+    source="the paper's abstract and the authors' code",
     claims=tuple(
         Claim(
             row=f"steps a second over bsp, T_sync / T_compute = {ratio:g}",
             says="up to 25 % faster training than with barriers",
-            conditions="8 equal workers, one server, both in the textbook form: one bucket, sent after backward",
+            conditions="8 equal workers, one server; both methods send one bucket after backward (textbook form)",
             ours=over_textbook("r2sp, textbook", ratio),
             at_least=1.25,
-            why_not="a turn hides at most T_sync, 0.25 of T_compute here",
+            why_not="turns hide at most T_sync, which is 0.25 of T_compute here",
         )
         for ratio in (0.25, 0.5, 1.0)
     ),

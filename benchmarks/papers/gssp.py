@@ -329,7 +329,7 @@ PAPER = Paper(
     name="gssp",
     title="GSSP with GDTopK: groups of similar speed (IEEE TCC 2022)",
     page="explanation/papers/gssp.md",
-    source="the abstract, certain; it does not name the baseline",
+    source="the paper's abstract, which does not name its baseline",
     claims=(
         *(
             Claim(
@@ -338,7 +338,7 @@ PAPER = Paper(
                 conditions="four classes of step times, jitter 5 %, no communication",
                 ours=over_ssp(name),
                 at_least=1.46,
-                why_not=f"the closed form, t_max * mean(1 / t), gives {predicted(CLASSES[name]):.2f}",
+                why_not=f"the upper bound, t_max * mean(1 / t), is {predicted(CLASSES[name]):.2f}",
             )
             for name in ("1 : 1.33 : 1.6 : 2", "1 : 1.5 : 2 : 3", "1 : 2 : 3 : 4")
         ),
@@ -352,7 +352,7 @@ PAPER = Paper(
         Claim(
             row="accuracy at the end against ssp(3), five seeds",
             says="accuracy drop below 1 %",
-            conditions="the same trainings",
+            conditions="the same trainings as in the row above",
             ours=gssp_accuracy.points,
             at_least=-1.0,
             unit="points",

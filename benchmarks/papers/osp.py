@@ -599,22 +599,22 @@ PAPER = Paper(
     name="osp",
     title="OSP: synchronization in two stages (ICPP 2023)",
     page="explanation/papers/osp.md",
-    source="the abstract, certain; its models, baselines and networks are unknown",
+    source="the paper's abstract (we do not know its models, baselines and networks)",
     claims=(
         Claim(
             row="throughput of the paper's form (stage 1 after backward), 80 % deferred",
             says="up to 50 % more than popular synchronization models",
-            conditions="8 workers, one server, sending takes as long as computing; over bsp of that form",
+            conditions="8 workers, one server, sending takes as long as computing; compared with bsp of the same form",
             ours=lambda results: textbook_speed_up(results, 1, 0.8),
             at_least=1.5,
         ),
         Claim(
             row="throughput of `osp:collective=native`, steps 501 to 540",
             says="up to 50 % more than popular synchronization models",
-            conditions="8 workers, an all-reduce takes as long as computing; over `bsp` with its best plan",
+            conditions="8 workers, an all-reduce takes as long as computing; compared with `bsp` with its best plan",
             ours=native_speed_up,
             at_least=1.5,
-            why_not="this bsp hides gradients behind backward already",
+            why_not="this `bsp` already hides gradients behind backward",
         ),
         Claim(
             row="accuracy of `osp:collective=native` against bsp, five seeds",

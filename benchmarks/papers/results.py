@@ -360,11 +360,13 @@ def refreshed(text: str, load: Callable[[str], Paper]) -> str:
 HEAD = """\
 # Results of the papers
 
-What five papers and a baseline claim, and what paceline reaches, for those who compare. All of ours is in the
-simulated runtime: real gradients, virtual time. `make reproduce` measures every row (about ten minutes on two
-cores) and writes this page; `make reproduce QUICK=1` checks a lower bound of each paper in a minute. A row
-that was not run says so. Figures are lines of `benchmarks/results/papers/`, each with its command, commit,
-machine and seconds. More tables of each paper: `python -m benchmarks.papers --list`.
+For engineers who compare paceline with papers. You get the claims of five papers and one baseline, beside our figures.
+All of our figures are from the simulated runtime, with real gradients in virtual time.
+
+`make reproduce` measures every row (about ten minutes on two cores) and writes this page; `make reproduce QUICK=1`
+checks a lower bound of each paper in a minute. A row that was not measured says so. Each figure is a line in
+`benchmarks/results/papers/`, with its command, commit, machine and seconds. `python -m benchmarks.papers --list`
+lists more tables of each paper.
 """
 
 

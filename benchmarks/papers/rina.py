@@ -404,28 +404,28 @@ PAPER = Paper(
     name="rina",
     title="Rina: a ring of racks (ICNP 2024)",
     page="explanation/papers/rina.md",
-    source="the abstract, certain; where ATP's server stood is unknown",
+    source="the paper's abstract (we do not know where ATP's server stood)",
     claims=(
         *(
             Claim(
-                row=f"least throughput over ATP with a dedicated server, 1 to {racks - 1} of {racks} switches, core {core}",
+                row=f"throughput over ATP with a dedicated server, the least with 1 to {racks - 1} of {racks} switches upgraded, core {core}",
                 says=SAYS,
                 conditions=f"ResNet-50, {racks} racks of {workers}, 10 Gbit/s, start-up 20 us, the server's own switch is upgraded first",
                 ours=least_over(FIRST, racks, workers, core),
                 at_least=1.5,
-                why_not="few streams are left for that server where many switches add up and the core is fast",
+                why_not="if many switches add up, few streams reach that server, and a fast core carries them",
             )
             for core in ("4:1", "1:1")
             for racks, workers in ((4, 4), (16, 8))
         ),
         *(
             Claim(
-                row=f"the same over ATP with shards beside workers, core {core}",
+                row=f"throughput over ATP with shards beside workers, the least with 1 to 3 of 4 switches upgraded, core {core}",
                 says=SAYS,
                 conditions="ResNet-50, 4 racks of 4, 10 Gbit/s, start-up 20 us",
                 ours=least_over(SHARDS, 4, 4, core),
                 at_least=1.5,
-                why_not="shards use all workers' links, so Rina has no bandwidth left to gain",
+                why_not="ATP's shards use all workers' links, so Rina has no bandwidth left to gain",
             )
             for core in ("4:1", "1:1")
         ),
