@@ -54,10 +54,18 @@ class Manager:
                 may = again and self._starts[name] < MOST_STARTS
                 if may and status != PIPE_STATUS:
                     self._start(name)
+                    if name == "server":
+                        self._start_once_more()
                 elif again or name in names:
                     return status
             time.sleep(0.01)
         return 0
+
+    def _start_once_more(self) -> None:
+        """A server that is started again waits for workers that have ended: see survive-failures.md."""
+        for name, process in list(self.running.items()):
+            if process.poll() == 0:
+                self._start(name)
 
     def started_once(self, name: str) -> bool:
         return self._starts[name] == 1
@@ -118,7 +126,8 @@ def main() -> None:
     else:
         status = survive(method, int(workers), *ports, snapshot, script)
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status)
 
