@@ -25,7 +25,7 @@ END_SECONDS = float(os.environ.get("CHAOS_END_SECONDS", "150"))
 ORPHANS_END_SECONDS = 30.0
 """Processes of a job end within this after its launcher."""
 DISK_BYTES = 1 << 20
-SERVICES = {SERVED: ("serve", "run"), RAY: ("ray::Server",)}
+SERVICES = {SERVED: ("serve",), RAY: ("ray::Server",)}
 """By launcher: how a word of a service's command line begins, where a job has other processes, too."""
 
 
