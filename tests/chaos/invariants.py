@@ -78,6 +78,7 @@ def error_names_the_process(trial: Trial) -> Iterator[str]:
 
 NAMES_A_PROCESS = re.compile(
     r"^paceline: .*(rank \d|worker \d|server|SIG[A-Z]+|aggregator|launcher|the process that holds)"
+    r"|^process manager: a server"
     r"|Root Cause|Process \d+ got signal"  # these are torchrun's
     r"|Too many open files|No space left on device",  # nobody else is at fault
     re.MULTILINE,

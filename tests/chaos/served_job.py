@@ -114,7 +114,9 @@ def train(method: str, workers: int, ports: list[int], script: list[str]) -> int
     elif status:
         for name in servers:
             manager.running[name].wait()
-    return status or manager.wait(*servers)
+    if not status and (status := manager.wait(*servers)):
+        print(f"process manager: a server ended with status {status}", file=sys.stderr)
+    return status
 
 
 def main() -> None:
