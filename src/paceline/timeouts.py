@@ -118,8 +118,8 @@ class Timeouts:
     # Integrations
     ray_room: float = 300.0
     """A Ray job waits for resources that others use, or that have gone with a node."""
-    ray_say: float = 20.0
-    """A Ray job waits for resources until it says so."""
+    ray_room_notice: float = 20.0
+    """A Ray job that waits for resources reports this after so long."""
     ray_end: float = 60.0
     """A Ray job's server actor may take to end."""
     ray_server_end: float = 30.0

@@ -17,6 +17,7 @@ from tests.chaos.cases import (
     applies_each_gradient_once,
     final_model,
 )
+from tests.chaos.served_job import LATE
 from tests.chaos.trial import Trial
 
 ROUNDING = 1e-3
@@ -52,6 +53,7 @@ def survives(trial: Trial) -> Iterator[str]:
     if trial.case.launcher == RAY and trial.has("service"):
         # Without a snapshot: it may be on a node that the server's new one does not reach.
         few &= (trial.folder / "disk" / "snapshot").exists()
+    few &= LATE not in trial.job.stderr
     if trial.case.survive and few and trial.job.status != 0:
         yield f"status {trial.job.status}: it did not survive"
 

@@ -72,13 +72,13 @@ class Attackers:
         self._drip()
         for _ in range(count):
             known = self._port.has_token and self._rng.random() < 0.6
-            if known and self._say(kind):
+            if known and self._send(kind):
                 self._outcome.of_peers += 1
             else:
                 self._strike(port, kind)
             self._outcome.messages[kind] += 1
 
-    def _say(self, kind: str) -> bool:
+    def _send(self, kind: str) -> bool:
         """Send a message as a peer with the token; return whether it was sent."""
         rng = self._rng
         if self._peer is not None:
@@ -90,9 +90,9 @@ class Attackers:
                 self._peer = self._port.enter(rng)
                 self._peer.way = rng.choice(("FIN", "RST"))
             if kind == "random":
-                self._peer.say(rng, lambda _: random_bytes(rng))
+                self._peer.send(rng, lambda _: random_bytes(rng))
             else:
-                self._peer.say(rng, lambda words: mutated(rng, words))
+                self._peer.send(rng, lambda words: mutated(rng, words))
         except (OSError, EOFError, msgspec.MsgspecError):
             self._let_peer_go()  # the server has closed it
             return False

@@ -104,8 +104,8 @@ def exchange(rank: int, other: socket.socket, words: bytes) -> list[bytes]:
     """Send this rank's words to the *other* one, and return both."""
     other.sendall(len(words).to_bytes(4, "big") + words)
     size = int.from_bytes(exactly(other, 4), "big")
-    heard = exactly(other, size)
-    return [words, heard] if rank == 0 else [heard, words]
+    received = exactly(other, size)
+    return [words, received] if rank == 0 else [received, words]
 
 
 def exactly(peer: socket.socket, size: int) -> bytes:

@@ -134,10 +134,10 @@ def random_bytes(rng: random.Random) -> bytes:
 
 @dataclass
 class Peer:
-    """An authenticated connection that breaks the protocol. *say* sends a message, with its *mutate*."""
+    """An authenticated connection that breaks the protocol. *send* sends a message, with its *mutate*."""
 
     sockets: list[socket.socket]
-    say: Callable[[random.Random, Callable[[bytes], bytes]], None]
+    send: Callable[[random.Random, Callable[[bytes], bytes]], None]
     way: str = "FIN"
     """How it leaves: see `leave`."""
 
@@ -258,8 +258,8 @@ def zmtp_connect(peer: socket.socket, token: str) -> None:
         (zmtp_initiate(), b"\x05READY"),
     ):
         peer.sendall(command)
-        heard = zmtp_read(peer)
-        assert heard.startswith(answer), heard
+        received = zmtp_read(peer)
+        assert received.startswith(answer), received
 
 
 def zmtp_read(peer: socket.socket) -> bytes:
@@ -394,7 +394,7 @@ class ParameterServerPort(Port):
             raise
         numbers = itertools.count()
 
-        def say(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
+        def send(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
             message = rng.choice(REQUESTS)
             header = protocol.RequestHeader(next(numbers), message, "float32", 4)
             frames = [rng.randbytes(rng.choice((0, 1, 16, 16, 16, 5000)))]
@@ -407,7 +407,7 @@ class ParameterServerPort(Port):
                 words = mutate(words)
             peer.sendall(zmtp_message(words, *frames))
 
-        return Peer(sockets, say)
+        return Peer(sockets, send)
 
     def work(self) -> None:
         """A step: each server pushes half a gradient of whole numbers."""
@@ -462,10 +462,10 @@ class LivenessPort(ParameterServerPort):
     def enter(self, rng: random.Random) -> Peer:
         peer = super().enter(rng)
 
-        def say(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
+        def send(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
             peer.sockets[-1].sendall(mutate(rng.choice((b"bye\n", b"0" * 32 + b"\n"))))
 
-        return Peer(peer.sockets, say)
+        return Peer(peer.sockets, send)
 
 
 class GroupServerPort(ParameterServerPort):
@@ -489,7 +489,7 @@ class FailureHubPort(Port):
         super().__init__(place)
         self.ranks = [self._join(rank) for rank in range(HONEST)]
         self.files = [rank.makefile("rb") for rank in self.ranks]
-        self.said = 0
+        self.reported = 0
 
     def _hello(self, rank: int, token: str) -> bytes:
         words = peer_monitor.Hello(token=token, rank=rank, host="here", process=1)
@@ -507,10 +507,10 @@ class FailureHubPort(Port):
         peer = self._join(ROGUE)
         news = self._news()
 
-        def say(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
+        def send(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
             peer.sendall(mutate(rng.choice(news)))
 
-        return Peer([peer], say)
+        return Peer([peer], send)
 
     def _news(self) -> list[bytes]:
         place = Place(training=0, count=1, half=3, how="inside")
@@ -528,15 +528,15 @@ class FailureHubPort(Port):
         ]
 
     def work(self) -> None:
-        """Both ranks hear the place of the second one, and of no other one's death."""
-        self.said += 1
-        place = Place(training=7, count=self.said, half=0, how="beyond")
+        """Both ranks receive the place of the second one, and of no other one's death."""
+        self.reported += 1
+        place = Place(training=7, count=self.reported, half=0, how="beyond")
         words = peer_monitor.FailureNotice(rank=1, place=place)
         self.ranks[1].sendall(peer_monitor.line_of(words))
         for file in self.files:
-            self._hear(file, place)
+            self._check_notice(file, place)
 
-    def _hear(self, file, place: Place) -> None:
+    def _check_notice(self, file, place: Place) -> None:
         for line in file:
             news = msgspec.json.decode(line, type=peer_monitor.FailureNotice)
             if (news.rank, news.place) == (1, place):
@@ -549,8 +549,8 @@ class FailureHubPort(Port):
         place = Place(training=8, count=next(self.numbers), half=0, how="left")
         words = peer_monitor.FailureNotice(rank=0, place=place)
         newcomer.sendall(peer_monitor.line_of(words))
-        heard = exactly(newcomer, 1)
-        assert heard == b"{", heard
+        received = exactly(newcomer, 1)
+        assert received == b"{", received
         newcomer.sendall(peer_monitor.line_of(peer_monitor.FailureNotice(rank=0)))
         newcomer.close()
 
@@ -645,10 +645,10 @@ class AggregatorPort(Port):
             raise
         frames = self._frames()
 
-        def say(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
+        def send(rng: random.Random, mutate: Callable[[bytes], bytes]) -> None:
             peer.sendall(mutate(rng.choice(frames)))
 
-        return Peer([peer], say)
+        return Peer([peer], send)
 
     def _kept_apart(self, hello: wire.Hello) -> wire.Hello:
         """Not of the honest job, and without connections to others on this machine."""
@@ -679,11 +679,11 @@ class AggregatorPort(Port):
             )
         for worker in workers:
             head = wire.Header(*wire.HEADER.unpack(exactly(worker, wire.HEADER.size)))
-            heard = exactly(worker, head.size)
+            received = exactly(worker, head.size)
             assert (head.kind, head.position) == (wire.Kind.SUM, position), (
-                f"{head}: {heard!r}"
+                f"{head}: {received!r}"
             )
-            found = np.frombuffer(heard, np.int32)
+            found = np.frombuffer(received, np.int32)
             assert (found == len(workers) * numbers).all(), found
 
     def arrive(self) -> None:
@@ -734,11 +734,11 @@ class RingPort(Port):
         exchanged: list[bytes] = []
 
         def spying(words: bytes) -> list[bytes]:
-            said = exchange(1, self.other, words)
+            answers = exchange(1, self.other, words)
             if not exchanged:
-                attack(json.loads(said[0])["listens"][1])
+                attack(json.loads(answers[0])["listens"][1])
             exchanged.append(words)
-            return said
+            return answers
 
         join_and_add(1, self.rings, spying)
         self.rings += 1
@@ -796,8 +796,8 @@ class EchoPort(Port):
         words = b"line %d\n" % next(self.numbers)
         with dial(self.port) as peer:
             peer.sendall(words)
-            heard = exactly(peer, len(words))
-        assert heard == words, heard
+            received = exactly(peer, len(words))
+        assert received == words, received
 
     arrive = work
 

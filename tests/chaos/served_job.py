@@ -21,6 +21,8 @@ from tests.support.hanging import free_port
 MOST_STARTS = 9
 """Of one process. A campaign has at most three faults."""
 PIPE_STATUS = 128 + signal.SIGPIPE
+LATE = "process manager: a server has ended before"
+"""Printed before the name of a worker that died after its training: only the training survives that."""
 
 
 class Manager:
@@ -51,6 +53,9 @@ class Manager:
             for name, process in list(self.running.items()):
                 if not (status := process.poll()):
                     continue
+                if again and self.running["server"].poll() == 0:
+                    print(f"{LATE} {name}", file=sys.stderr)
+                    return status
                 may = again and self._starts[name] < MOST_STARTS
                 if may and status != PIPE_STATUS:
                     self._start(name)

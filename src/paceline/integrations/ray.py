@@ -343,7 +343,7 @@ class _Room:
                 raise UsageError(
                     f"{sentence}; wait longer (room_seconds=), start more nodes, or ask for less"
                 )
-            if waited > timeouts.ray_say and name not in self._reported:
+            if waited > timeouts.ray_room_notice and name not in self._reported:
                 self._reported.add(name)
                 print(f"paceline: {sentence}", file=sys.stderr, flush=True)
 
