@@ -181,7 +181,7 @@ PAPER = Paper(
     name="mg_wfbp",
     title="MG-WFBP: buckets by a cost model (INFOCOM 2019)",
     page="explanation/papers/mg-wfbp.md",
-    source="the paper's full text, about a simulation with published traces",
+    source="the paper's full text; the claims are results of its simulation with published traces",
     claims=(
         Claim(
             row="step over WFBP's (a bucket for each tensor)",

@@ -404,7 +404,7 @@ PAPER = Paper(
     name="rina",
     title="Rina: a ring of racks (ICNP 2024)",
     page="explanation/papers/rina.md",
-    source="the paper's abstract (we do not know where ATP's server stood)",
+    source="the paper's abstract, which compares Rina with ATP; on which hosts ATP's server ran there is unknown",
     claims=(
         *(
             Claim(

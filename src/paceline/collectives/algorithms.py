@@ -153,7 +153,7 @@ class Hierarchical(Scheduled):
         good_for="racks whose uplink has less than about half the bandwidth of one host's link",
         limits=(
             "Without a cluster file each rack is a row of about the square root of n ranks.",
-            "A group inside one rack uses a ring.",
+            "If all ranks of an all-reduce are in one rack, it is a plain ring.",
             "Under NCCL `native` replaces it; a message reports that when training begins.",
         ),
     )

@@ -92,7 +92,7 @@ class PowerSGD(SkipsSmallTensors):
         ),
         loses="everything outside the `rank` directions of a step, until error feedback brings it back",
         limits=(
-            "Under Adam trainings lose accuracy.",
+            "Trainings with Adam lose accuracy.",
             "Matrices that would hardly shrink are sent as they are.",
             "Workers' results are bit-equal only if their processors and libraries are equal.",
         ),

@@ -77,7 +77,7 @@ class TopK(SkipsSmallTensors, GatheredCompressor):
                 "Every worker receives the selected elements of all others. So with n workers it saves "
                 "bytes only below a density of about 1/n."
             ),
-            "Under Adam trainings lose accuracy.",
+            "Trainings with Adam lose accuracy.",
         ),
     )
     error_feedback_by_default: ClassVar[bool] = True

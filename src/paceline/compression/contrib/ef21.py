@@ -69,7 +69,10 @@ class EF21(SkipsSmallTensors):
 
     name: ClassVar[str] = "ef21"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        purpose="Sends the largest changes of a worker's gradient since its last estimate.",
+        purpose=(
+            "Each worker keeps an estimate of its gradient, and sends the largest elements of the "
+            "difference between gradient and estimate."
+        ),
         source="Richtarik, Sokolov and Fatkhullin, EF21 (NeurIPS 2021)",
         use_when="you compare compressors; no measurement recommends it for training",
         sends=(
