@@ -112,7 +112,7 @@ class GDTopK(SkipsSmallTensors, GatheredCompressor):
     summary: ClassVar[CompressorSummary] = CompressorSummary(
         purpose="Sends fewer elements in later epochs, and fewer from fast groups of workers.",
         source="Sun et al. (IEEE TCC 10(4), 2022), by its published code",
-        use_when="the method is `gssp`, and links between workers and the servers of their groups are slow",
+        use_when="each group of workers has its own server, and links between workers and servers are slow",
         sends=(
             "from the fifth epoch on 0.4 % (`speed=fastest`), 0.81 % (`middle`) or 1.5 % (`slowest`) "
             "of the elements, each in its own type, and 1 to 4 bytes for its index, to every other "
