@@ -207,6 +207,8 @@ class Trial:
             launcher = [*TORCHRUN, "--standalone", f"--nproc-per-node={case.workers}"]
             launcher.append(f"--log-dir={folder / 'logs'}")
         elif case.launcher == SERVED:
+            # A worker that dies after its training waits so long for a server that has ended.
+            variables["PACELINE_TIMEOUTS"] += ",server_listen=60"
             launcher = [*PYTHON, "-m", "tests.chaos.served_job", case.spec]
             launcher += [str(case.workers), str(case.serves), snapshot]
         elif case.launcher == RAY:

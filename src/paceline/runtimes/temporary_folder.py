@@ -116,6 +116,8 @@ class _Signals:
         self._deferrals = 0
         self._is_due = False
         """Whether it arrived while signals were deferred, and is still to be raised."""
+        self._heeded: list[signal.Signals] = []
+        """Those that were not ignored before `listen`."""
 
     @contextlib.contextmanager
     def listen(self) -> Iterator[None]:
@@ -126,22 +128,30 @@ class _Signals:
             return
         before = {number: signal.getsignal(number) for number in _SIGNALS}
         heeded = [n for n, how in before.items() if how not in (signal.SIG_IGN, None)]
+        outer, self._heeded = self._heeded, heeded
         self._depth += 1
         try:
-            for number in heeded:
-                signal.signal(number, self._handle)
+            self._install()
             yield
         finally:
+            self._heeded = outer
             for number in heeded:
                 signal.signal(number, before[number])
             self._depth -= 1
             if not self._depth:
                 self._number = None
 
+    def _install(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number in self._heeded:
+                signal.signal(number, self._handle)
+
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Raise a signal that arrives in this block at the block's end."""
         self._deferrals += 1
+        # Code inside the block of `listen` may have set its own handlers, as torchrun does.
+        self._install()
         try:
             yield
         finally:

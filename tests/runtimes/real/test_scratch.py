@@ -62,9 +62,11 @@ def test_a_second_signal_does_not_disturb_the_tidying_up() -> None:
     assert not any(Path(folder).exists() for folder in folders)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
 def test_a_signal_while_folders_are_removed_comes_afterwards(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, replaced: bool
 ) -> None:
+    """Also if the block has set a handler of its own, as torchrun does."""
     remove, seen = os.rmdir, []
 
     def interrupted(*arguments: object, **options: object) -> None:
@@ -76,6 +78,8 @@ def test_a_signal_while_folders_are_removed_comes_afterwards(
         with scratch_folder() as folder:
             monkeypatch.setattr(os, "rmdir", interrupted)
             folders.append(folder)
+            if replaced:
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit("of the block"))
         return folder
 
     folders: list[str] = []
