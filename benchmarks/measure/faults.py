@@ -31,11 +31,10 @@ def of_jobs(outcomes: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
 
 
 def of_ports(outcomes: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
-    """By port: messages, those of peers with the token, and what the server has used."""
+    """By port: messages, and the memory by which the server has grown."""
     for outcome in outcomes:
         port = f"port {outcome['port']}"
         yield f"{port}: messages", sum(outcome["messages"].values())
-        yield f"{port}: messages of peers", outcome["of_peers"]
         yield f"{port}: KiB", outcome["memory"] >> 10
         yield f"{port}: violations", len(outcome["violations"])
 

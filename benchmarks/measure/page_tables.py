@@ -345,7 +345,7 @@ def random_faults() -> list[str]:
 def attacked_ports() -> list[str]:
     """Messages of the last attack on each port, and what they did to its server."""
     found = _found_by_campaigns()
-    columns = ("messages", "messages of peers", "KiB", "violations")
+    columns = ("messages", "KiB", "violations")
     ports = [row.split(":")[0] for row in found if row.startswith("port ")]
     rows = [
         [
@@ -354,7 +354,7 @@ def attacked_ports() -> list[str]:
         ]
         for port in dict.fromkeys(ports)
     ]
-    titles = ("messages", "of them with the token", "memory grew by KiB", "violations")
+    titles = ("messages", "memory grew by KiB", "violations")
     return markdown(["port", *titles], rows)
 
 

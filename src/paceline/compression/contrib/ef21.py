@@ -69,10 +69,7 @@ class EF21(SkipsSmallTensors):
 
     name: ClassVar[str] = "ef21"
     summary: ClassVar[CompressorSummary] = CompressorSummary(
-        purpose=(
-            "Each worker keeps an estimate of its gradient, and sends the largest elements of the "
-            "difference between gradient and estimate."
-        ),
+        purpose="Sends the largest elements of a gradient's difference from its estimate.",
         source="Richtarik, Sokolov and Fatkhullin, EF21 (NeurIPS 2021)",
         use_when="you compare compressors; no measurement recommends it for training",
         sends=(
