@@ -305,7 +305,7 @@ def test_what_servers_cannot_update_is_refused_before_training(method):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        ("backup:wait_for=3", "only 2 workers"),
+        ("backup:wait_for=3", "at most the 2 workers"),
         ("asp:servers=dedicated", r"\[\[server\]\]"),
         ("asp:servers=localhost:4711", "addresses"),
     ],
