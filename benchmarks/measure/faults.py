@@ -1,7 +1,7 @@
-"""Keeps what campaigns of faults have found: ``python -m benchmarks.measure.faults LOG COMMAND`` for each log.
+"""Keeps what campaigns of faults have found: ``python -m benchmarks.measure.faults LOG COMMAND COMMIT``.
 
-A LOG is what ``python -m tests.chaos --log LOG`` has written; COMMAND is the command of that campaign. The rows of
-its kind, real jobs, jobs on Ray or ports, replace the stored ones.
+A LOG is what ``python -m tests.chaos --log LOG`` has written; COMMAND and COMMIT are those of that
+campaign. The rows of its kind, real jobs, jobs on Ray or ports, replace the stored ones.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.results import commit, machine
+from benchmarks.papers.results import machine
 
 RESULTS = Path(__file__).parents[1] / "results" / "chaos.jsonl"
 
@@ -45,12 +45,12 @@ def kind(row: str) -> str:
     return first if first in ("port", "ray") else "jobs"
 
 
-def store(log: Path, command: str) -> None:
+def store(log: Path, command: str, commit: str) -> None:
     outcomes = [json.loads(line) for line in log.read_text().splitlines()]
     found = of_ports(outcomes) if "port" in outcomes[0] else of_jobs(outcomes)
     about = {
         "command": command,
-        "commit": commit(),
+        "commit": commit,
         "machine": machine(),
         "seconds": round(max(outcome["elapsed"] for outcome in outcomes)),
     }
@@ -63,4 +63,4 @@ def store(log: Path, command: str) -> None:
 
 
 if __name__ == "__main__":
-    store(Path(sys.argv[1]), sys.argv[2])
+    store(Path(sys.argv[1]), *sys.argv[2:])

@@ -88,7 +88,7 @@ class Fault:
     checkpoints and snapshots is full for so long. ``CLOSE``: nobody reads the job's output any more."""
     target: str
     """``worker N``, ``launcher``, or ``service N``: of servers, group servers, aggregators, the keeper of an emulated
-    network and Ray's actors, one. A cut has a link of the cluster file; ``disk`` and ``stdout`` are the job's."""
+    network and Ray's server, one. A cut has a link of the cluster file; ``disk`` and ``stdout`` are the job's."""
     anchor: str
     """``start`` of the job, or ``step N``: when the first worker has done step N."""
     delay: float

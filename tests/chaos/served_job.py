@@ -94,11 +94,12 @@ def survive(
         manager.start(name, "run", *words, *own, *script)
     if status := manager.wait(*ranks, again=True):
         return status
-    if manager.started_once("server"):
-        return manager.wait("server")
-    # A server that died while workers left waits for them, who have ended.
-    manager.end("server")
-    return 0
+    if not manager.started_once("server"):
+        # A server that died while workers left waits for them, who have ended.
+        manager.end("server")
+        return 0
+    # The training is complete: a signal to the server ends no job any more.
+    return max(0, manager.wait("server"))
 
 
 def train(method: str, workers: int, ports: list[int], script: list[str]) -> int:
