@@ -266,15 +266,20 @@ def lines(tables: list[list[dict[str, Any]]]) -> list[str]:
 
 def cell(row: dict[str, Any]) -> str:
     task, judged = TASKS[row["task"]], row["judged"]
-    unit = " %" if task.relative else ""
     if row["spec"] == BASE:
         return f"{row[judged]:.{3 if task.relative else 2}f}"
     off, error = row[f"{judged}, difference"], row[f"{judged}, standard error"]
-    text = f"{off:+.2f} ± {error:.2f}{unit}"
+    fewer = f" ({row['seeds']} seeds)" if row["seeds"] < SEEDS else ""
+    return marked(task, off, error) + fewer
+
+
+def marked(task: Task, off: float, error: float) -> str:
+    """A difference to bsp. *Italic*: worse by more than 2 standard errors or than the bound; **bold**:
+    than both."""
+    unit = " %" if task.relative else ""
     worse = off if task.relative else -off
     mark = "*" * ((worse > 2 * error) + (worse > task.bound))
-    fewer = f" ({row['seeds']} seeds)" if row["seeds"] < SEEDS else ""
-    return f"{mark}{text}{mark}{fewer}"
+    return f"{mark}{off:+.2f} ± {error:.2f}{unit}{mark}"
 
 
 def draw_means(axes, across, up, *, label, color, **errors) -> None:

@@ -1,6 +1,6 @@
 """Payload bits a second of the aggregator, on one core.
 
-    python -m benchmarks.measure.aggregator                 # 4 workers over loopback
+    python -m benchmarks.measure.aggregator                 # 4 workers over loopback, two runs: stored
     python -m benchmarks.measure.aggregator --workers 4 --seconds 5 --json
 
 The aggregator is a process on one core; the workers are processes on the others (on the same
@@ -15,8 +15,11 @@ import multiprocessing
 import os
 import resource
 import time
+from pathlib import Path
 
 import numpy as np
+
+from benchmarks.papers.results import Results
 
 from paceline.collectives.in_network.joining import JobConfig, JoinRing
 from paceline.collectives.in_network.server import AggregatorServer
@@ -24,6 +27,9 @@ from paceline.collectives.in_network.topology import one_switch
 
 TOKEN, HOST, RACK = "a token of benchmarks", "127.0.0.1", 0
 MEGABYTES = 8
+RUNS = 2
+RESULTS = Path(__file__).parents[1] / "results" / "aggregator.jsonl"
+WALL, CORE = "Gbit/s a worker by the clock", "Gbit/s into one aggregator core"
 GIGA = 1e9
 
 
@@ -105,10 +111,8 @@ def measured(options):
     aggregator.join()
     taken = counts["bytes in"]
     return {
-        "Gbit/s a worker by the clock": sum(rate for rate, _ in found)
-        / len(found)
-        / GIGA,
-        "Gbit/s into one aggregator core": 8 * taken / cpu / GIGA,
+        WALL: sum(rate for rate, _ in found) / len(found) / GIGA,
+        CORE: 8 * taken / cpu / GIGA,
         "chunks a second and core": counts["contributions"] / cpu,
         "aggregator's processor seconds per GB": cpu / taken * GIGA,
         "a worker's processor seconds per GB": sum(cost for _, cost in found)
@@ -123,13 +127,34 @@ def main():
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    options.load = os.getloadavg()[0]
-    found = measured(options)
-    if options.json:
-        print(json.dumps(found))
-        return
-    for name, value in found.items():
-        print(f"{name:40} {value:,.3f}")
+    results = Results(RESULTS)
+    results.command = f"python -m benchmarks.measure.aggregator --workers {options.workers}"
+    for run in range(1, RUNS + 1):
+        options.load = os.getloadavg()[0]
+        begin = time.monotonic()
+        found = measured(options)
+        figures = {f"{row(options.workers, run)}: {name}": found[name] for name in found}
+        results.put(figures, "", time.monotonic() - begin)
+        if options.json:
+            print(json.dumps(found))
+            continue
+        for name, value in found.items():
+            print(f"{name:40} {value:,.3f}")
+
+
+def row(workers, run):
+    return f"{workers} workers, run {run}"
+
+
+def rates_table():
+    """Stored rates of each run with 4 workers."""
+    results = Results(RESULTS, measures=False)
+    for run in range(1, RUNS + 1):
+        yield {
+            f"4 workers, sums of {MEGABYTES} MB": f"run {run}",
+            "Gbit/s a worker, wall time": f"{results.stored(f'{row(4, run)}: {WALL}'):.1f}",
+            "Gbit/s of all workers, aggregator's processor time": f"{results.stored(f'{row(4, run)}: {CORE}'):.1f}",
+        }
 
 
 if __name__ == "__main__":

@@ -151,6 +151,26 @@ def loopback():
         return harness.on_processes(2, train_on_loopback, folder)
 
 
+def evidence():
+    """Stored cells, those of the fastest links first."""
+    results = json.loads(RESULTS.read_text())
+    for cell in CELLS:
+        found = results[cell]
+        seconds = found["seconds"]
+        consistency, mbit = EMULATED.get(cell, ("exact", None))
+        best = found.get("ddp_at_its_best", "DDP")
+        cap = best.partition("caps of ")[2]
+        yield {
+            "link": f"{mbit} Mbit/s" if mbit else "loopback, 2 processes",
+            "allowed": consistency,
+            "choice": f"`{found['chosen']}`",
+            "after steps": str(found.get("decided_after_steps", "")),
+            "s per step": f"{seconds['auto']:#.3g}",
+            "best DDP": f"{seconds[best]:#.3g} ({f'cap {cap}' if cap else 'default'})",
+            "auto / DDP": f"{found['to_ddp']:.3f}",
+        }
+
+
 def table(results):
     print(
         "| cell | auto chose | after steps | s a step | DDP at its best | auto / DDP |"

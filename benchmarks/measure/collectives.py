@@ -3,6 +3,8 @@
     python -m benchmarks.measure.collectives                    # 8 hosts on one switch, and in two racks
     python -m benchmarks.measure.collectives --only racks --kilobytes 1 1000 --repeats 3 --json
 
+Rows are stored. How many pairs are in the predicted order is stored only of a whole run.
+
 For each network: `paceline probe` measures on the emulated cluster what a message costs this
 machine's processors; on a simulated cluster of the described links and that cost, and then on the
 emulated one, the same loop times one all-reduce at a time, from a
@@ -17,13 +19,15 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 import paceline
-from benchmarks.measure import harness
+from benchmarks.measure import agreement, harness
+from benchmarks.papers.results import Results
 from paceline.cluster import Cluster, Rack, cluster_toml, load_cluster
 from paceline.collectives.autotune import cheapest
 from paceline.collectives.communicator import Communicator
@@ -38,6 +42,9 @@ KILOBYTES = (1, 1_000, 32_000)
 MANY, SOME, FEW = 30, 8, 2
 """Repeats below 100 kB, below 10 MB, and beyond."""
 CLEAR = 0.15
+RESULTS = harness.ROOT / "benchmarks" / "results" / "collectives.jsonl"
+COMMAND = "python -m benchmarks.measure.collectives"
+PAIRS = {"clear": "pairs with clearly different predictions", "swapped": "of these measured in the other order"}
 
 
 def rack(hosts, mbit, uplink=None):
@@ -142,6 +149,90 @@ def compare(name, sizes, repeats):
     return results
 
 
+# ---- stored rows ----
+
+
+def place(network, size):
+    return f"{network}, {size // 1000:,} KB"
+
+
+def ratio_row(network, size, kind):
+    return f"{place(network, size)}: ring / hierarchical, {kind}"
+
+
+def store(results, seconds):
+    """Keep the times of each network and size; of a whole run also how many pairs are in order."""
+    kept = Results(RESULTS)
+    kept.command = COMMAND
+    for result in results:
+        where = result["network"], result["bytes"]
+        expected, found = result["predicted_seconds"], result["measured_seconds"]
+        figures = {f"{place(*where)}, {row}": found[row] for row in ROWS}
+        for row in ROWS:
+            figures[f"{place(*where)}, {row}: predicted"] = expected[row]
+        kept.put(figures, "s", seconds)
+        ratios = {
+            ratio_row(*where, kind): times["ring"] / times["hierarchical"]
+            for kind, times in (("predicted", expected), ("measured", found))
+        }
+        kept.put(ratios, "", seconds)
+    if len(results) == len(NETWORKS) * len(KILOBYTES):
+        pairs = {
+            PAIRS["clear"]: sum(result["clear_pairs"] for result in results),
+            PAIRS["swapped"]: sum(len(result["swapped"]) for result in results),
+        }
+        kept.put(pairs, "pairs", seconds)
+
+
+SHOWN = {
+    "two racks, 1 MB": ("racks", 1_000_000),
+    "two racks, 32 MB": ("racks", 32_000_000),
+    "one switch, 32 MB": ("switch", 32_000_000),
+}
+
+
+def times_table():
+    """Stored seconds of a ring and of `hierarchical`, and those of a step of bsp (`agreement`)."""
+    kept = Results(RESULTS, measures=False)
+    for name, where in SHOWN.items():
+        ring, ours = (
+            kept.stored(f"{place(*where)}, {row}") for row in ("ring", "hierarchical")
+        )
+        ratios = (
+            kept.stored(ratio_row(*where, kind)) for kind in ("predicted", "measured")
+        )
+        yield times_row(name, ring, ours, *ratios)
+    steps = {
+        row["method"]: row
+        for row in agreement.stored()["averaging"]
+        if row["cell"] == "hierarchical-8-racks"
+    }
+    ring, ours = (
+        steps[f"bsp:collective={name},buckets=ddp"] for name in ("ring", "hierarchical")
+    )
+    yield times_row(
+        "a step of `bsp`, 8 MB, racks at 400 and 200 Mbit/s",
+        *(one["measured_seconds"] for one in (ring, ours)),
+        *(ring[key] / ours[key] for key in ("predicted_seconds", "measured_seconds")),
+    )
+
+
+def times_row(name, ring, hierarchical, expected, found):
+    return {
+        "seconds": name,
+        "ring": f"{ring:#.3g}",
+        "hierarchical": f"{hierarchical:#.3g}",
+        "ring / hierarchical: predicted": f"{expected:.2f}",
+        "measured": f"{found:.2f}",
+    }
+
+
+def pairs_table():
+    """The stored numbers of pairs."""
+    kept = Results(RESULTS, measures=False)
+    yield {name: f"{kept.stored(name):.0f}" for name in PAIRS.values()}
+
+
 def table(results):
     print("| network | bytes | row | predicted ms | measured ms | off by |")
     print("|---|---|---|---|---|---|")
@@ -177,9 +268,11 @@ def main():
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     sizes = [1000 * number for number in args.kilobytes]
+    begin = time.monotonic()
     results = []
     for name in [args.only] if args.only else NETWORKS:
         results += compare(name, sizes, args.repeats)
+    store(results, time.monotonic() - begin)
     if args.json:
         print(json.dumps(results))
     else:

@@ -2,6 +2,7 @@
 
     python -m benchmarks.measure.exact_overlap                    # virtual time: all tables, 10 minutes
     python -m benchmarks.measure.exact_overlap --only layers      # measures what no row has yet
+    python -m benchmarks.measure.exact_overlap --only workloads --again    # all rows anew
     python -m benchmarks.measure.exact_overlap --emulated         # 8 hosts, real processes: 10 minutes
     python -m benchmarks.measure.exact_overlap --loopback         # 2 processes: what it costs where nothing is gained
 
@@ -13,13 +14,16 @@ limit is computing, or what a ring puts on each link, whichever is longer.
 
 `--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`measure.ddp_comparison`); all sides live in one job
 and take turns in blocks of steps, and a block ends when all its means are in and applied.
+Its rows are stored, too: medians, and how far predictions are off.
 The prediction is the same script in virtual time, where `paceline probe` has said what a message
 costs this machine's processors.
 """
 
 import argparse
 import json
+import math
 import statistics
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +47,7 @@ LAYERS = (16, 16.0, 0.078, 0.157)
 WORKLOADS = ("resnet50", "vgg16", "bert-base", "googlenet-k80")
 LINKS = (1, 10, 25)
 RESULTS = harness.ROOT / "benchmarks" / "results" / "exact_overlap.jsonl"
-"""A row per table line and method, in virtual time."""
+"""Rows in virtual time, and of the emulated hosts: one for each table line and method."""
 BLOCK = 10
 CAPS = (1, 2, 4)  # MiB
 
@@ -122,6 +126,7 @@ TABLES = {"layers": layers, "ratios": ratios, "workloads": workloads}
 
 
 def show(rows):
+    """Print each of the rows, and yield it."""
     others = METHODS[1:]
     print("\n| | limit, ms | bsp, ms | " + " | ".join(others) + " | to the limit |")
     print("|---" * (4 + len(others)) + "|")
@@ -139,6 +144,10 @@ def show(rows):
 
 ALONE = "without synchronization"
 OURS = ("bsp", "dear", "priority")
+BEST_DDP = "DDP"
+"""With the best of `CAPS`."""
+EMULATED_LINKS = (200, 400, 1000)
+EMULATED_COMMAND = "python -m benchmarks.measure.exact_overlap --emulated"
 
 
 class CompleteSide(harness.Side):
@@ -192,10 +201,12 @@ def emulated(links, rounds):
         cluster = uniform_cluster(8, f"{mbit} Mbit/s", "50 us")
         probed = replace(cluster, processor=collectives.probe(cluster))
         said = predicted(probed)
+        begin = time.monotonic()
         found = harness.on_emulated_hosts(cluster, train, rounds)
         sent = 2 * 7 / 8 * ddp_comparison.BYTES / (mbit * 1e6 / 8)
         limit = max(statistics.median(found[ALONE]), sent)
         best = min((n for n in found if "DDP" in n), key=lambda n: sum(found[n]))
+        store(mbit, found, said, best, time.monotonic() - begin)
         print(f"\n{mbit} Mbit/s, 8 hosts; limit {limit:.3f} s; of DDP's caps: {best}\n")
         print(
             "| | s a step | spread | predicted | off | to bsp | to DDP | to the limit |"
@@ -212,6 +223,43 @@ def emulated(links, rounds):
                 flush=True,
             )
         yield {"mbit": mbit, "limit": limit, "predicted": said, "measured": found}
+
+
+def store(mbit, found, said, best, seconds):
+    """Keep the medians of a network, and how far predictions are off."""
+    results = Results(RESULTS)
+    results.command = EMULATED_COMMAND
+    middles = {name: statistics.median(times) for name, times in found.items()}
+    middles[BEST_DDP] = middles[best]
+    figures = {emulated_row(mbit, name): middle for name, middle in middles.items()}
+    results.put(figures, "s", seconds)
+    off = {
+        f"{emulated_row(mbit, name)}: off": said[name] / middles[name] - 1
+        for name in OURS
+    }
+    results.put(off, "of the measured step", seconds)
+
+
+def emulated_row(mbit, name):
+    return f"emulated, {mbit} Mbit/s, {name}"
+
+
+def emulated_table():
+    """Stored steps between emulated hosts, a line for each side."""
+    results = Results(RESULTS, measures=False)
+    for name in (BEST_DDP, *OURS):
+        row = {"8 hosts, seconds a step (to DDP)": name}
+        for mbit in EMULATED_LINKS:
+            seconds = results.stored(emulated_row(mbit, name))
+            text = f"{seconds:.3f}"
+            if name != BEST_DDP:
+                ddp_seconds = results.stored(emulated_row(mbit, BEST_DDP))
+                text += f" ({seconds / ddp_seconds:.2f})"
+            off = results.stored(f"{emulated_row(mbit, name)}: off")
+            if not math.isnan(off):
+                text += f", off by {off:+.0%}"
+            row[f"{mbit} Mbit/s"] = text
+        yield row
 
 
 def ratio(mine, theirs):
@@ -238,7 +286,10 @@ def main():
     parser.add_argument("--only", choices=TABLES)
     parser.add_argument("--emulated", action="store_true")
     parser.add_argument("--loopback", action="store_true")
-    parser.add_argument("--links", type=int, nargs="+", default=[200, 400, 1000])
+    parser.add_argument("--links", type=int, nargs="+", default=EMULATED_LINKS)
+    parser.add_argument(
+        "--again", action="store_true", help="also what another commit has measured"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -248,7 +299,7 @@ def main():
     if arguments.emulated:
         found = list(emulated(arguments.links, arguments.rounds))
     else:
-        results = Results(RESULTS)
+        results = Results(RESULTS, again=arguments.again)
         found = []
         for name in [arguments.only] if arguments.only else TABLES:
             results.command = (

@@ -15,12 +15,16 @@ import re
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmarks.measure import (
     accuracy,
+    aggregator,
     agreement,
+    auto,
+    collectives,
     compression,
     compression_accuracy,
     exact_overlap,
@@ -30,7 +34,7 @@ from benchmarks.measure import (
     regret_emulated,
 )
 from benchmarks.papers import load
-from benchmarks.papers.results import Results
+from benchmarks.papers.results import Results, cell, table
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -43,6 +47,11 @@ def markdown(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     heads = list(heads)
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     return lines + [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def made_of(rows: Callable[[], Iterable[Row]]) -> Callable[[], list[str]]:
+    """The table of *rows*, each by column."""
+    return lambda: table(rows()).splitlines()
 
 
 # ---- predictions ----
@@ -123,31 +132,59 @@ def agreement_beyond() -> list[str]:
 
 OSP_KEYS = "budget=constant,buckets=ddp,order=importance"
 OSP_CELLS = {
-    "by all-reduce": (
+    ("by all-reduce", "200 Mbit/s", "`optimal`"): (
+        ("past-8-200", "bsp:buckets=optimal"),
+        ("osp-8-200", f"osp:collective=native,{OSP_KEYS}"),
+    ),
+    ("by all-reduce", "1 Gbit/s", "`ddp`"): (
         ("layers-8-1000", "bsp:buckets=ddp"),
         ("osp-8-1000", f"osp:collective=native,{OSP_KEYS}"),
     ),
-    "over a server": (
+    ("over a server", "1 Gbit/s", "`ddp`"): (
         ("server-8-1000", "bsp:collective=parameter-server,buckets=ddp"),
         ("osp-server-1000", f"osp:{OSP_KEYS}"),
     ),
 }
-"""Cells of bsp and of osp over the same network."""
+"""Cells of bsp and of osp over the same network: how it averages, its links, and bsp's buckets."""
 
 
 def osp_emulated() -> list[str]:
     """Steps of osp and of bsp between emulated hosts, and the predicted speed-up."""
-    rows = {(row["cell"], row["method"]): row for row in rows_of(("main",))}
+    rows = {(row["cell"], row["method"]): row for row in rows_of(agreement.GROUPS)}
 
-    def cells(name: str) -> list[str]:
-        base, ours = (rows[cell] for cell in OSP_CELLS[name])
+    def cells(names: tuple[str, ...]) -> list[str]:
+        base, ours = (rows[cell] for cell in OSP_CELLS[names])
         seconds = [base["measured_seconds"], ours["measured_seconds"]]
         predicted = base["predicted_seconds"] / ours["predicted_seconds"]
         texts = [f"{one:.3f}" for one in seconds]
-        return [name, *texts, f"{seconds[0] / seconds[1]:.2f}", f"{predicted:.2f}"]
+        return [*names, *texts, f"{seconds[0] / seconds[1]:.2f}", f"{predicted:.2f}"]
 
-    heads = ("1 Gbit/s", "bsp, DDP's buckets, s", "osp, s", "speed-up", "predicted")
+    heads = ("averages", "links", "buckets of bsp", "bsp, s", "osp, s")
+    heads += ("speed-up", "predicted")
     return markdown(heads, map(cells, OSP_CELLS))
+
+
+LOCAL_CELLS = {
+    "local-8-100": "100 Mbit/s",
+    "local-8-racks": "two racks, 400 Mbit/s, uplinks of 200 Mbit/s",
+}
+
+
+def rounds_emulated() -> list[str]:
+    """Predicted and measured steps of local updates between emulated hosts."""
+    rows = [row for row in rows_of(["averaging"]) if row["cell"] in LOCAL_CELLS]
+    cells = (
+        [
+            f"`{row['method'].removesuffix(',buckets=ddp')}`",
+            LOCAL_CELLS[row["cell"]],
+            f"{row['predicted_seconds']:.3f}",
+            f"{row['measured_seconds']:.3f}",
+            f"{row['off']:+.1%}",
+        ]
+        for row in rows
+    )
+    heads = ("method", "8 hosts", "predicted, s a step", "measured", "off by")
+    return markdown(heads, cells)
 
 
 # ---- compression ----
@@ -241,6 +278,44 @@ def methods_in_virtual_time() -> list[str]:
     return markdown(("speed-up of", "figure", "command"), found)
 
 
+UPLINK_METHODS = {
+    "bsp, ring": "`bsp`, ring",
+    "bsp, hierarchical": "`bsp`, hierarchical",
+    "ds-sync": "`ds-sync`",
+    "ds-sync, rare": "`ds-sync`, every 4th phase",
+    "local-sgd": "`local-sgd`",
+    "hierarchical-local-sgd": "`hierarchical-local-sgd`",
+}
+"""Columns of a paper's table, and their titles."""
+
+
+def thin_uplinks() -> list[str]:
+    """Virtual seconds to an accuracy in two racks, a line for each uplink."""
+    rows, _ = of_paper("ds_sync", "seconds-8")
+    shown = [row for row in rows if row["network"].startswith("2 racks")]
+    cells = (
+        [row["network"].split()[-1], *(cell(row[name]) for name in UPLINK_METHODS)]
+        for row in shown
+    )
+    return markdown(("uplink", *UPLINK_METHODS.values()), cells)
+
+
+SPEED_METHODS = {
+    "bsp, shares": "`bsp`, batches by speed",
+    **{name: f"`{name}`" for name in ("ssp", "dssp", "asp", "gssp")},
+}
+
+
+def uneven_workers() -> list[str]:
+    """Samples a second relative to bsp, a line for each mix of step times."""
+    rows, _ = of_paper("gssp", "classes")
+    shown = [row for row in rows if row["classes"] != "all equal"]
+    cells = (
+        [row["classes"], *(cell(row[name]) for name in SPEED_METHODS)] for row in shown
+    )
+    return markdown(("step times", *SPEED_METHODS.values()), cells)
+
+
 def joined(texts: Iterable[object]) -> str:
     return ", ".join(map(str, texts))
 
@@ -286,6 +361,43 @@ def accuracy_of_local_updates() -> list[str]:
         list(one.found(results, accuracy.SEEDS)) for one in local_accuracy.TABLES[:3]
     ]
     return accuracy.lines(found)
+
+
+SHORT = {f"local-sgd, H = {length}" for length in local_accuracy.LENGTHS} | {
+    f"{name}, H = 16"
+    for name in ("hierarchical-local-sgd", "diloco, gain 7", "diloco, gain 1")
+}
+
+
+def accuracy_in_short() -> list[str]:
+    """The rows of local updates by which a reader chooses."""
+    results = accuracy.Results(accuracy.RESULTS)
+    tables = [
+        [row for row in one.found(results, accuracy.SEEDS) if row["method"] in SHORT]
+        for one in local_accuracy.TABLES[:3]
+    ]
+    return accuracy.lines(tables)
+
+
+HISTORY = ROOT / "benchmarks" / "results" / "decisions.jsonl"
+"""Figures by which decisions were taken, each from the printed table of its time."""
+
+
+def history(kind: str) -> list[str]:
+    """Stored rows ``KIND: ROW: COLUMN: RUN`` as lines; the runs of a cell stand side by side."""
+    results = Results(HISTORY, measures=False)
+    cells: dict[str, dict[str, list[str]]] = {}
+    for name in results.rows():
+        if name.startswith(f"{kind}: "):
+            _, row, column, _ = name.split(": ")
+            runs = cells.setdefault(row, {}).setdefault(column, [])
+            runs.append(f"{results.stored(name):g}")
+    columns = list(next(iter(cells.values())))
+    rows = (
+        [row, *(", ".join(found[column]) for column in columns)]
+        for row, found in cells.items()
+    )
+    return markdown((kind, *columns), rows)
 
 
 def regret_between_processes() -> list[str]:
@@ -359,6 +471,17 @@ def attacked_ports() -> list[str]:
 
 
 TABLES: dict[str, Callable[[], list[str]]] = {
+    "auto": made_of(auto.evidence),
+    "overlap emulated": made_of(exact_overlap.emulated_table),
+    "collective times": made_of(collectives.times_table),
+    "collective pairs": made_of(collectives.pairs_table),
+    "aggregator rates": made_of(aggregator.rates_table),
+    "rounds emulated": rounds_emulated,
+    "local accuracy in short": accuracy_in_short,
+    "thin uplinks": thin_uplinks,
+    "uneven workers": uneven_workers,
+    "history of hooks": partial(history, "processor time over DDP's"),
+    "history of shared memory": partial(history, "a server and its workers"),
     "agreement headline": agreement_headline,
     "agreement summary": agreement_summary,
     "agreement beyond 10 percent": agreement_beyond,

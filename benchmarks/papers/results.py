@@ -102,6 +102,34 @@ class Results:
         figures = self._figures(wanted, row, run)
         return {names[whole]: value for whole, value in figures.items()}
 
+    def has(self, row: str) -> bool:
+        """Whether a row is stored."""
+        return row in self._records
+
+    def stored(self, row: str) -> Any:
+        """The stored figure of a row; NaN if it is missing, which measures nothing."""
+        return self._records[row].value if row in self._records else math.nan
+
+    def rows(self) -> list[str]:
+        """The names of all stored rows, in their order."""
+        return list(self._records)
+
+    def put(
+        self, figures: Mapping[str, float | None], unit: str, seconds: float
+    ) -> None:
+        """Store the figures that a run has given; they replace rows of the same names."""
+        for row, value in figures.items():
+            self._records[row] = Record(
+                row=row,
+                value=None if value is None else float(f"{value:.7g}"),
+                unit=unit,
+                command=self.command,
+                commit=commit(),
+                machine=machine(),
+                seconds=round(seconds, 1),
+            )
+        self._save()
+
     def _figures(
         self,
         units: Mapping[str, str],
@@ -136,18 +164,7 @@ class Results:
         found = measure()
         took = round(time.monotonic() - begin, 1)
         for name, unit in units.items():
-            figure = found[name]
-            value = None if figure is None else float(f"{figure:.7g}")
-            self._records[name] = Record(
-                row=name,
-                value=value,
-                unit=unit,
-                command=self.command,
-                commit=commit(),
-                machine=machine(),
-                seconds=took,
-            )
-        self._save()
+            self.put({name: found[name]}, unit, took)
 
     def _save(self) -> None:
         if self._path is None:
