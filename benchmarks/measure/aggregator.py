@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.papers.results import Results
-
 from paceline.collectives.in_network.joining import JobConfig, JoinRing
 from paceline.collectives.in_network.server import AggregatorServer
 from paceline.collectives.in_network.topology import one_switch
@@ -128,12 +127,16 @@ def main():
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results = Results(RESULTS)
-    results.command = f"python -m benchmarks.measure.aggregator --workers {options.workers}"
+    results.command = (
+        f"python -m benchmarks.measure.aggregator --workers {options.workers}"
+    )
     for run in range(1, RUNS + 1):
         options.load = os.getloadavg()[0]
         begin = time.monotonic()
         found = measured(options)
-        figures = {f"{row(options.workers, run)}: {name}": found[name] for name in found}
+        figures = {
+            f"{row(options.workers, run)}: {name}": found[name] for name in found
+        }
         results.put(figures, "", time.monotonic() - begin)
         if options.json:
             print(json.dumps(found))

@@ -44,7 +44,10 @@ MANY, SOME, FEW = 30, 8, 2
 CLEAR = 0.15
 RESULTS = harness.ROOT / "benchmarks" / "results" / "collectives.jsonl"
 COMMAND = "python -m benchmarks.measure.collectives"
-PAIRS = {"clear": "pairs with clearly different predictions", "swapped": "of these measured in the other order"}
+PAIRS = {
+    "clear": "pairs with clearly different predictions",
+    "swapped": "of these measured in the other order",
+}
 
 
 def rack(hosts, mbit, uplink=None):

@@ -3,11 +3,11 @@
 import json
 import math
 import re
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 
 import pytest
-from benchmarks.measure import page_tables
-from benchmarks.papers import NAMES, load
+from benchmarks.measure import collectives, exact_overlap, page_tables
+from benchmarks.papers import NAMES, load, osp
 from benchmarks.papers import results as kept
 from benchmarks.papers.results import (
     NOT_RUN,
@@ -46,6 +46,73 @@ def test_a_figure_is_measured_once_and_kept_with_how_it_was_made(path):
     assert record["command"] == "make figures"
     assert record["commit"] == kept.commit()
     assert record["seconds"] >= 0
+
+
+def test_a_measured_row_replaces_an_imported_one(path):
+    imported = Record("a row", 1.5, "s", "make figures", "before", None, None)
+    path.write_text(json.dumps(asdict(imported)) + "\n")
+    results = Results(path)
+    assert results.stored("a row") == 1.5
+    results.put({"a row": 1.6}, "s", 2.0)
+    (line,) = path.read_text().splitlines()
+    record = json.loads(line)
+    assert (record["value"], record["seconds"]) == (1.6, 2.0)
+    assert record["machine"] == kept.machine()
+
+
+def test_a_row_that_is_missing_is_no_number(path):
+    results = Results(path)
+    assert not results.has("a row")
+    assert math.isnan(results.stored("a row"))
+
+
+def test_a_run_of_collectives_is_what_their_tables_show(path, monkeypatch):
+    monkeypatch.setattr(collectives, "RESULTS", path)
+    times = dict.fromkeys(collectives.ROWS, 2.0)
+    outcomes = [
+        {
+            "network": network,
+            "bytes": 1000 * kilobytes,
+            "predicted_seconds": times,
+            "measured_seconds": times | {"hierarchical": 1.0},
+            "clear_pairs": 3,
+            "swapped": [["ring", "tree"]],
+        }
+        for network in collectives.NETWORKS
+        for kilobytes in collectives.KILOBYTES
+    ]
+    collectives.store(outcomes, 1.0)
+    *rows, _ = collectives.times_table()
+    assert {row["measured"] for row in rows} == {"2.00"}
+    assert {row["ring / hierarchical: predicted"] for row in rows} == {"1.00"}
+    (pairs,) = collectives.pairs_table()
+    assert list(pairs.values()) == ["18", "6"]
+
+
+def test_a_run_between_emulated_hosts_is_what_its_table_shows(path, monkeypatch):
+    monkeypatch.setattr(exact_overlap, "RESULTS", path)
+    caps = {f"DDP, caps of {cap} MiB": [2.0 + cap] for cap in exact_overlap.CAPS}
+    found = caps | {method: [1.5] for method in exact_overlap.OURS}
+    said = dict.fromkeys(exact_overlap.OURS, 1.2)
+    for mbit in exact_overlap.EMULATED_LINKS:
+        exact_overlap.store(mbit, found, said, "DDP, caps of 1 MiB", 1.0)
+    ddp, *ours = exact_overlap.emulated_table()
+    assert ddp["200 Mbit/s"] == "3.000"
+    assert {row["200 Mbit/s"] for row in ours} == {"1.500 (0.50), off by -20%"}
+
+
+def test_trainings_of_all_seeds_replace_an_imported_summary(path):
+    task, text = osp.DIGITS, osp.CONSTANT
+    results = Results(path)
+    summary = f"{osp.summary_row(task, text)}: deferred"
+    results.put({summary: 0.5}, "", 1.0)
+    assert osp.summary(results, task, text)["deferred"] == 0.5
+    for seed in range(osp.SEEDS):
+        for method in (osp.BASE, text):
+            row = osp.trained_row(task, method, task.rate, seed)
+            figures = dict.fromkeys([*task.figures, "deferred", "seconds"], 1.0)
+            results.put({f"{row}: {name}": one for name, one in figures.items()}, "", 1)
+    assert osp.summary(results, task, text)["deferred"] == 1.0
 
 
 def test_figures_of_one_run_are_a_line_each(path):
