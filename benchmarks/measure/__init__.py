@@ -9,5 +9,6 @@
 - Accuracy against bsp: `accuracy`, `accuracy_tasks`, `local_accuracy`, `compression_accuracy`.
 - `import_time`: what an import costs.
 - `faults`: keeps what campaigns of faults have found (`tests.chaos`).
+- `stored`: keeps figures for docs: the option `--store` of benchmarks.
 - `page_tables`: writes the tables of docs that are made of stored results.
 """

@@ -14,6 +14,7 @@ each link over the link's goodput, whichever is larger. fp16 and PowerSGD are no
 
 import argparse
 import json
+import math
 import statistics
 import time
 from functools import partial
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
-from benchmarks.measure import harness
+from benchmarks.measure import harness, stored
 from benchmarks.measure.harness import SETTLING_STEPS, alone, ddp, ours
 from paceline.cluster import uniform_cluster
 
@@ -174,33 +175,154 @@ def measure(mbit, workers, rounds, compression):
     return limit, rows
 
 
+RATIOS = {
+    "powersgd / DDP's PowerSGD hook": (
+        "paceline powersgd:rank=2",
+        "DDP, PowerSGD of rank 2",
+    ),
+    "powersgd / without synchronization": (
+        "paceline powersgd:rank=2",
+        "without synchronization",
+    ),
+    "bf16 / DDP's fp16 hook": ("paceline bf16", "DDP, fp16 hook"),
+    "int8 / bf16": ("paceline int8", "paceline bf16"),
+}
+
+
 def compare_codes(rows):
-    """What the peers' hooks are held against."""
+    """Ratios of compressors' steps, by name."""
     of = {row["side"]: row["seconds"] for row in rows}
-    theirs, none = of["DDP, PowerSGD of rank 2"], of["without synchronization"]
-    mine = of["paceline powersgd:rank=2"]
-    print(
-        f"powersgd: {mine / theirs:.3f} of PyTorch's hook, "
-        f"{mine / none:.3f} of no communication"
+    return {name: of[side] / of[other] for name, (side, other) in RATIOS.items()}
+
+
+# ---- figures of docs ----
+
+LINKS = (100, 200, 400, 1000)
+COLUMNS = {"seconds": "s", "spread": "", "to_ddp": "", "bound_ratio": ""}
+"""Figures of a side, with their units."""
+
+
+def benchmark(compression):
+    return "ddp_comparison --compression" if compression else "ddp_comparison"
+
+
+def row_name(what, column, mbit, workers=8):
+    return f"{what}, {column}, {workers} hosts at {mbit} Mbit/s"
+
+
+def keep(store, limit, rows, workers, compression):
+    """Adds the figures of one network to a `stored.Store`."""
+    mbit = rows[0]["mbit"]
+    store.add(row_name("limit", "seconds", mbit, workers), limit, "s")
+    for row in rows:
+        for column, unit in COLUMNS.items():
+            name = row_name(row["side"], column, mbit, workers)
+            store.add(name, row[column], unit)
+    for name, ratio in compare_codes(rows).items() if compression else ():
+        store.add(row_name(name, "ratio", mbit, workers), ratio)
+
+
+def heads(first):
+    return [first, *(f"{mbit} Mbit/s" for mbit in LINKS)]
+
+
+def exact_table():
+    """Rows of the table of exact methods: steps over the limit at each link."""
+    figures = stored.Figures(benchmark(compression=False))
+
+    def runs(what, column, mbit):
+        return figures.runs(row_name(what, column, mbit))
+
+    def best_cap(mbit):
+        """The cap of DDP's fastest side; the default where none was run."""
+        steps = {cap: runs(f"DDP, caps of {cap} MiB", "seconds", mbit) for cap in CAPS}
+        steps = {cap: statistics.mean(took) for cap, took in steps.items() if took}
+        return min(steps, key=steps.get) if steps else CAPS[-1]
+
+    def fastest(mbit):
+        return f"DDP, caps of {best_cap(mbit)} MiB"
+
+    def step(side, mbit):
+        seconds = figures.text(row_name(side, "seconds", mbit), ".3f")
+        return f"{seconds} ({figures.text(row_name(side, 'bound_ratio', mbit))})"
+
+    def steps(side):
+        return (step(side, mbit) for mbit in LINKS)
+
+    def ratio(side, other, mbit):
+        names = (row_name(name, "seconds", mbit) for name in (side, other))
+        return figures.ratio(*names)
+
+    bsp, lossy_ddp = "paceline bsp", "DDP, PowerSGD of rank 2"
+    yield [
+        "limit",
+        *(figures.text(row_name("limit", "seconds", mbit), ".3f") for mbit in LINKS),
+    ]
+    yield ["PyTorch DDP", *steps("DDP")]
+    best = (step(fastest(mbit), mbit) for mbit in LINKS)
+    yield ["DDP, best of five bucket caps", *best]
+    yield ["cap of the row above, MiB", *(f"{best_cap(mbit):g}" for mbit in LINKS)]
+    for side in ("DDP, fp16 hook", lossy_ddp):
+        yield [f"{side} (not exact)", *steps(side)]
+    yield [f"**{bsp}**", *steps(bsp)]
+    for rule in ("ddp", "wfbp"):
+        yield [f"{bsp}:buckets={rule}", *steps(f"{bsp}:buckets={rule}")]
+    to_ddp = (row_name(bsp, "to_ddp", mbit) for mbit in LINKS)
+    yield ["bsp / DDP", *map(figures.text, to_ddp)]
+    to_best = (ratio(bsp, fastest(mbit), mbit) for mbit in LINKS)
+    yield ["bsp / DDP, best of five bucket caps", *to_best]
+    lossy = (ratio(lossy_ddp, bsp, mbit) for mbit in LINKS)
+    yield ["DDP, PowerSGD / bsp", *lossy]
+
+
+def compression_table():
+    """Rows of the table of compressors. The fastest step at each link is bold."""
+    figures = stored.Figures(benchmark(compression=True))
+    alone_side, *sides = (
+        *("without synchronization", "DDP", "DDP, fp16 hook"),
+        *("DDP, PowerSGD of rank 2", "paceline bsp"),
+        *(f"paceline {code}" for code in CODES),
     )
-    print(f"bf16: {of['paceline bf16'] / of['DDP, fp16 hook']:.3f} of DDP's fp16 hook")
-    print(f"int8: {of['paceline int8'] / of['paceline bf16']:.3f} of bf16")
+
+    def step(side, mbit):
+        return figures.text(row_name(side, "seconds", mbit), ".3f")
+
+    yield [alone_side, *(step(alone_side, mbit) for mbit in LINKS)]
+
+    def order(side, mbit):
+        return min(figures.runs(row_name(side, "seconds", mbit)), default=math.inf)
+
+    fastest = {mbit: min(sides, key=lambda s, m=mbit: order(s, m)) for mbit in LINKS}
+    for side in sides:
+        texts = ((mbit, step(side, mbit)) for mbit in LINKS)
+        yield [side, *(f"**{t}**" if side == fastest[m] else t for m, t in texts)]
+    for name in RATIOS:
+        rows = (row_name(name, "ratio", mbit) for mbit in LINKS)
+        yield [name, *map(figures.text, rows)]
 
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--links", type=int, nargs="+", default=[100, 200, 400, 1000])
+    parser.add_argument("--links", type=int, nargs="+", default=list(LINKS))
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--compression", action="store_true")
     parser.add_argument("--json", action="store_true")
+    stored.add_option(parser)
     arguments = parser.parse_args()
+    with stored.Store(benchmark(arguments.compression), arguments.store) as store:
+        compare(arguments, store)
+
+
+def compare(arguments, store):
+    """Measures and prints all networks, and adds their figures to a `stored.Store`."""
     everything = []
     for mbit in arguments.links:
         limit, rows = measure(
             mbit, arguments.workers, arguments.rounds, arguments.compression
         )
         everything += rows
+        keep(store, limit, rows, arguments.workers, arguments.compression)
         if arguments.json:
             continue
         print(f"\n{mbit} Mbit/s, {arguments.workers} hosts; limit {limit:.3f} s\n")
@@ -213,7 +335,8 @@ def main():
                 flush=True,
             )
         if arguments.compression:
-            compare_codes(rows)
+            for name, ratio in compare_codes(rows).items():
+                print(f"{name}: {ratio:.3f}")
             continue
         best = min(rows, key=lambda r: r["seconds"] if r["side"] in EXACT else 1e9)
         mine = next(r for r in rows if r["side"] == "paceline bsp")

@@ -4,6 +4,7 @@
     python -m benchmarks.measure.doctor --emulated           # an idle machine, root: about 12 minutes
     python -m benchmarks.measure.doctor                      # both
     python -m benchmarks.measure.doctor --only slow-link --runs 1
+    python -m benchmarks.measure.doctor --virtual --store    # runs all anew
 
 Each run is `paceline doctor SCRIPT` as a user starts it, on another place, or of another size. What is
 done stands in --output and is not done again. Right is: this fault and no other, where it is.
@@ -20,6 +21,8 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from benchmarks.measure import stored
 
 HERE = Path(__file__).parent
 SCRIPT = str(HERE / "doctor_training.py")
@@ -394,14 +397,22 @@ def main():
     parser.add_argument("--only", choices=VIRTUAL | REALTIME)
     parser.add_argument("--runs", type=int)
     parser.add_argument("--output", type=Path, default=Path("paceline-doctor.jsonl"))
+    stored.add_option(parser)
     arguments = parser.parse_args()
+    with stored.Store("doctor", arguments.store) as store:
+        examine(arguments, store)
+
+
+def examine(arguments, store):
+    """Runs and prints all cases that were asked for, and adds them to a `stored.Store`."""
     both = arguments.virtual == arguments.emulated
     cases = (VIRTUAL if both or arguments.virtual else {}) | (
         REALTIME if both or arguments.emulated else {}
     )
     if arguments.only:
         cases = {arguments.only: (VIRTUAL | REALTIME)[arguments.only]}
-    done = read(arguments.output)
+    # Lines of the output may be of other commits.
+    done = {} if arguments.store else read(arguments.output)
     for name, make in cases.items():
         usual = HEALTHY_RUNS if name.startswith("healthy") else RUNS
         for number in range(arguments.runs or usual):
@@ -424,6 +435,16 @@ def main():
             said = "; ".join(f"{f['name']}, {f['location']}" for f in found["faults"])
             print(f"{name} {number}: {'right' if line['right'] else 'WRONG'}: {said}")
     show(cases, done)
+    for name in cases:
+        right, runs = count(name, done)
+        store.add(f"{name}, right", right)
+        store.add(f"{name}, runs", runs)
+
+
+def count(name, done):
+    """How many diagnoses of a case were right, and how many were made."""
+    mine = [line for (which, _), line in done.items() if which == name]
+    return sum(line["right"] for line in mine), len(mine)
 
 
 def read(file):
@@ -438,8 +459,41 @@ def show(cases, done):
     """How many were right."""
     print("\n| made | right |\n|---|---|")
     for name in cases:
-        mine = [line for (which, _), line in done.items() if which == name]
-        print(f"| {name} | {sum(line['right'] for line in mine)} of {len(mine)} |")
+        right, runs = count(name, done)
+        print(f"| {name} | {right} of {runs} |")
+
+
+# ---- the table of docs ----
+
+BETWEEN_PROCESSES = {
+    "contention, emulated": ("contention", "emulated"),
+    "cpu-oversubscription": ("CPU oversubscription", "emulated"),
+    "packet-loss": ("packet loss", "real job in two network namespaces"),
+    "wrong-interface": ("wrong interface", "real job in two network namespaces"),
+    "healthy, emulated": ("healthy", "emulated"),
+}
+"""Cases of `REALTIME`: their titles and runtimes."""
+TITLES = {
+    "slow-link": "slow link, both ways",
+    "one direction": "slow link, one direction",
+    "slow-path": "slow path between two hosts, in one direction or both",
+}
+"""Titles that say more than a case's name."""
+
+
+def table():
+    """Rows of the table of docs: fault, runtime, right diagnoses."""
+    figures = stored.Figures("doctor")
+
+    def right(name):
+        parts = [figures.text(f"{name}, {what}", ".0f") for what in ("right", "runs")]
+        return " of ".join(parts)
+
+    for name in VIRTUAL:
+        title = TITLES.get(name, name.replace("-", " "))
+        yield [title, "simulated", right(name)]
+    for name, (title, runtime) in BETWEEN_PROCESSES.items():
+        yield [title, runtime, right(name)]
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from benchmarks.measure import stored
 from benchmarks.measure.harness import on_processes
 
 SIZES = {
@@ -213,13 +214,63 @@ def main():
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--rejected", action="store_true")
     parser.add_argument("--json", action="store_true")
+    stored.add_option(parser)
     args = parser.parse_args()
+    with stored.Store(benchmark(args.rejected), args.store) as store:
+        compare(args, store)
+
+
+COLUMNS = {
+    "microseconds_a_tensor": "us",
+    "of_ddp": "",
+    "step_of_ddp": "",
+    "calls": "calls per gradient",
+}
+"""Figures of a side, with their units."""
+
+
+def benchmark(rejected):
+    return "gradient_hooks --rejected" if rejected else "gradient_hooks"
+
+
+def table():
+    """Rows of the table of docs."""
+    figures = stored.Figures(benchmark(rejected=False))
+    for title in ("1000", "200", "32", "64 large"):
+        count, elements = SIZES[title]
+        size = "1 MiB" if elements == 1 << 18 else "1 KiB"
+        sides = [f"{title}, {side}, of_ddp" for side in EXACT]
+        calls = figures.text(f"{title}, bsp, calls", ".1f")
+        yield [f"{count:,} of {size}", *map(figures.text, sides), calls]
+
+
+NOISE = "largest difference between DDP and a second copy of DDP"
+WHOLE = "priority and dear, whole step"
+
+
+def keep_extremes(store, rows):
+    """Adds the noise of all sizes, and the range of what hooks take in a whole step."""
+    again = [row["of_ddp"] for row in rows if row["side"] == "DDP, again"]
+    store.add(NOISE, max(abs(ratio - 1) for ratio in again))
+    past = [row["step_of_ddp"] for row in rows if row["side"] in ("priority", "dear")]
+    store.add(f"{WHOLE}, least", min(past))
+    store.add(f"{WHOLE}, largest", max(past))
+
+
+def compare(args, store):
+    """Measures and prints all sizes, and adds their figures to a `stored.Store`."""
+    everything = []
     if not args.json:
         print(
             f"{'tensors':9} {'side':22} {'us/tensor':>9} {'of DDP':>7} {'step':>6} {'calls':>6}"
         )
     for title in args.tensors or SIZES:
         for row in on_processes(2, measure_alone, title, args.rounds, args.rejected):
+            everything.append(row)
+            for column, unit in COLUMNS.items():
+                if row[column] is not None:
+                    name = f"{title}, {row['side']}, {column}"
+                    store.add(name, row[column], unit)
             if args.json:
                 print(json.dumps(row), flush=True)
                 continue
@@ -229,6 +280,7 @@ def main():
                 f"{row['of_ddp']:7.2f} {row['step_of_ddp']:6.2f} {calls:>6}",
                 flush=True,
             )
+    keep_extremes(store, everything)
 
 
 if __name__ == "__main__":

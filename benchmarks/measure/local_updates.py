@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 
 import paceline
-from benchmarks.measure import harness
+from benchmarks.measure import harness, stored
 from paceline.cluster import Cluster, Rack
 from paceline.runtimes.simulated import Simulation
 
@@ -156,16 +156,42 @@ def row_of(method, times, expected):
     }
 
 
+def keep(store, table, rows):
+    """Adds the figures of a table to a `stored.Store`."""
+    for row in rows:
+        if "method" not in row:
+            store.add(
+                f"{table}, ring / hierarchical, predicted", row["predicted_ratio"]
+            )
+            measured = statistics.median(row["measured_ratios"])
+            store.add(f"{table}, ring / hierarchical, measured", measured)
+            continue
+        units = {"seconds": "s", "spread": "", "predicted": "s", "should": "s"}
+        for name, unit in (units | {"ratio": ""}).items():
+            if name in row:
+                store.add(f"{table}, {row['method']}, {name}", row[name], unit)
+
+
+def rounds_table():
+    """Rows of the table of docs: method, ratio."""
+    figures = stored.Figures("local_updates")
+    for method in list(TABLES["rounds"][1])[2:]:
+        yield [f"`{method}`", figures.text(f"rounds, {method}, ratio", ".3f")]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--only", choices=TABLES)
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--json", type=Path, help="write the figures here")
+    stored.add_option(parser)
     args = parser.parse_args()
     rows = {}
-    for name, show in (("rounds", show_rounds), ("racks", show_racks)):
-        if args.only in (None, name):
-            rows[name] = show(predicted(name), measured(name, args.repeats))
+    with stored.Store("local_updates", args.store) as store:
+        for name, show in (("rounds", show_rounds), ("racks", show_racks)):
+            if args.only in (None, name):
+                rows[name] = show(predicted(name), measured(name, args.repeats))
+                keep(store, name, rows[name])
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

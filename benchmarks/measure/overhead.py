@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from benchmarks.measure import stored
 from benchmarks.measure.harness import (
     SETTLING_STEPS,
     Side,
@@ -77,8 +78,8 @@ def upper_bound_of_median(ratios):
 
 
 def compare(title, make, mine, theirs, pairs, steps, warm_up=10, noise="DDP / DDP"):
-    """Blocks of three sides in turn, *mine* and twice *theirs*; prints the ratios to the
-    second. Sides are made anew every few pairs: where its memory lies makes one side of a
+    """Blocks of three sides in turn, *mine* and twice *theirs*; prints and returns the ratios to
+    the second. Sides are made anew every few pairs: where its memory lies makes one side of a
     pair of equals faster by up to 5 % for as long as it lives. Also said is how much
     longer *mine* takes for its first *warm_up* steps."""
     rows, settling = [], []
@@ -91,36 +92,95 @@ def compare(title, make, mine, theirs, pairs, steps, warm_up=10, noise="DDP / DD
             took = {side: side.block(steps) for side in order}
             rows.append([took[side] for side in sides])
         finish(sides)
+    ratios = [a / b for a, b, _ in rows]
+    same = [c / b for _, b, c in rows]
+    found = {
+        "ratio": statistics.median(ratios),
+        "bound": upper_bound_of_median(ratios),
+        "noise": statistics.median(same),
+        "noise bound": upper_bound_of_median(same),
+        "first steps": statistics.median(settling),
+    }
     if dist.get_rank() == 0:
-        ratios = [a / b for a, b, _ in rows]
-        same = [c / b for _, b, c in rows]
         typical = [
             1e3 * statistics.median(column) for column in zip(*rows, strict=True)
         ]
         print(
             f"{title}: {typical[0]:.2f} against {typical[1]:.2f} ms a step; ratio "
-            f"{statistics.median(ratios):.3f}, upper 95 % bound "
-            f"{upper_bound_of_median(ratios):.3f}; {noise} "
-            f"{statistics.median(same):.3f}, upper {upper_bound_of_median(same):.3f} "
+            f"{found['ratio']:.3f}, upper 95 % bound "
+            f"{found['bound']:.3f}; {noise} "
+            f"{found['noise']:.3f}, upper {found['noise bound']:.3f} "
             f"({len(rows)} pairs of {steps} steps); the first {warm_up} steps took "
-            f"{1e3 * statistics.median(settling):+.0f} ms (median of {len(settling)})",
+            f"{1e3 * found['first steps']:+.0f} ms (median of {len(settling)})",
             flush=True,
         )
+    return found
+
+
+UNITS = {"ratio": "", "bound": "", "noise": "", "noise bound": "", "first steps": "s"}
+"""Figures of `compare`."""
+
+
+def keep(store, title, found):
+    """Adds the figures of one comparison to a `stored.Store`."""
+    for name, unit in UNITS.items():
+        store.add(f"{title}, {name}", found[name], unit)
+
+
+DEFAULTS, SIZES, BEST = "defaults", "DDP's sizes", "best"
+"""Three comparisons."""
 
 
 def measure(name, pairs, steps):
+    """Figures of each comparison."""
     make = MODELS[name]
-    title, settled = f"{name}, defaults", SETTLING_STEPS
+    title, settled = f"{name}, {DEFAULTS}", SETTLING_STEPS
     planned, as_ddp = ours(buckets="optimal"), ours(buckets="ddp")
-    compare(title, make, planned, ddp(), pairs, steps, warm_up=settled)
-    compare(f"{name}, DDP's sizes", make, as_ddp, ddp(), pairs, steps)
+    found = {
+        DEFAULTS: compare(title, make, planned, ddp(), pairs, steps, warm_up=settled),
+        SIZES: compare(f"{name}, {SIZES}", make, as_ddp, ddp(), pairs, steps),
+    }
     caps = {cap: Side(f"{cap} MiB", make, ddp(cap)) for cap in CAPS}
     cap = best(caps)
     rules = {rule: Side(rule, make, ours(buckets=rule)) for rule in FIXED}
     rule = best(rules)
     finish(rules.values())
-    title = f"{name}, best ({rule}, {cap} MiB)"
-    compare(title, make, ours(buckets=rule), ddp(cap), pairs, steps)
+    title = f"{name}, {BEST} ({rule}, {cap} MiB)"
+    found[BEST] = compare(title, make, ours(buckets=rule), ddp(cap), pairs, steps)
+    return found
+
+
+NOISE = "largest difference between DDP and a second copy of DDP"
+TITLES = {
+    "layers": "16 equal layers, 8 MB, nothing to compute",
+    "digits": "digits' CNN",
+}
+
+
+def table():
+    """Rows of the table of docs: a line for each model and run."""
+    figures = stored.Figures("overhead")
+    for name in MODELS:
+        columns = [
+            figures.runs(f"{name}, {what}")
+            for what in (
+                *(f"{DEFAULTS}, ratio", f"{DEFAULTS}, bound"),
+                f"{DEFAULTS}, first steps",
+                *(f"{SIZES}, ratio", f"{SIZES}, bound"),
+                *(f"{BEST}, ratio", f"{BEST}, bound"),
+            )
+        ]
+        runs = list(zip(*columns, strict=False))
+        for number, (ratio, bound, first, *others) in enumerate(runs, 1):
+            title = TITLES[name] + (f", run {number}" if len(runs) > 1 else "")
+            sizes, sizes_bound, best, best_bound = others
+            yield [
+                title,
+                f"{ratio:.2f} ({bound:.2f})",
+                f"{first:+.2f} s",
+                f"{sizes:.2f} ({sizes_bound:.2f})",
+                f"{best:.2f} ({best_bound:.2f})",
+            ]
 
 
 def main():
@@ -128,9 +188,16 @@ def main():
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--steps", type=int, default=8, help="steps a block")
+    stored.add_option(parser)
     args = parser.parse_args()
-    for name in args.model or MODELS:
-        on_processes(2, measure, name, args.pairs, args.steps)
+    noise = []
+    with stored.Store("overhead", args.store) as store:
+        for name in args.model or MODELS:
+            found = on_processes(2, measure, name, args.pairs, args.steps)
+            for what, figures in found.items():
+                keep(store, f"{name}, {what}", figures)
+                noise.append(abs(figures["noise"] - 1))
+        store.add(NOISE, max(noise))
 
 
 if __name__ == "__main__":

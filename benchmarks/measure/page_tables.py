@@ -27,13 +27,24 @@ from benchmarks.measure import (
     collectives,
     compression,
     compression_accuracy,
+    ddp_comparison,
+    doctor,
     exact_overlap,
     faults,
+    gradient_hooks,
+    import_time,
     local_accuracy,
+    local_updates,
+    overhead,
+    planned_buckets,
+    planning_time,
     regret,
     regret_emulated,
+    server,
+    stored,
+    virtual_scale,
 )
-from benchmarks.papers import load
+from benchmarks.papers import load, mg_wfbp
 from benchmarks.papers.results import Results, cell, table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -470,6 +481,97 @@ def attacked_ports() -> list[str]:
     return markdown(["port", *titles], rows)
 
 
+# ---- stored by `stored.Store` ----
+
+
+def ddp_exact() -> list[str]:
+    heads = ddp_comparison.heads("seconds per step (over the limit)")
+    return markdown(heads, ddp_comparison.exact_table())
+
+
+def ddp_compression() -> list[str]:
+    heads = ddp_comparison.heads("seconds per step")
+    return markdown(heads, ddp_comparison.compression_table())
+
+
+def overhead_steps() -> list[str]:
+    heads = ("2 processes", "both with defaults", "added by the first 45 steps")
+    heads += ("both with DDP's bucket sizes", "both with their best buckets")
+    return markdown(heads, overhead.table())
+
+
+def overhead_others() -> list[str]:
+    """Noise, the bucket plan, imports, and hooks over a whole step."""
+    steps, hooks = stored.Figures("overhead"), stored.Figures("gradient_hooks")
+    least, largest = (
+        hooks.text(f"{gradient_hooks.WHOLE}, {end}", ".2g")
+        for end in ("least", "largest")
+    )
+    rows = [
+        [
+            "largest difference between the steps of DDP and of a second copy of DDP",
+            steps.text(overhead.NOISE, ".0%"),
+            "`python -m benchmarks.measure.overhead`",
+        ],
+        *planned_buckets.table(),
+        *import_time.table(),
+        [
+            "largest difference between the hooks of DDP and of a second copy of DDP",
+            hooks.text(gradient_hooks.NOISE, ".0%"),
+            "`python -m benchmarks.measure.gradient_hooks`",
+        ],
+        [
+            "processor time of hooks over a whole step, `priority` and `dear`, divided by DDP's: "
+            "least; largest",
+            f"{least}; {largest}",
+            "`python -m benchmarks.measure.gradient_hooks`",
+        ],
+    ]
+    return markdown(("what", "figure", "command"), rows)
+
+
+def overhead_hooks() -> list[str]:
+    heads = ("tensors", *(f"`{method}`" for method in gradient_hooks.EXACT))
+    heads += ("Python calls per gradient, `bsp`",)
+    return markdown(heads, gradient_hooks.table())
+
+
+def rounds_of_local_updates() -> list[str]:
+    heads = ("method", "step / (compute time + all-reduce / 8)")
+    return markdown(heads, local_updates.rounds_table())
+
+
+def server_loopback() -> list[str]:
+    return markdown(("what", "figure", "command"), server.table())
+
+
+def simulator_and_planner() -> list[str]:
+    rows = [*virtual_scale.table(), *planning_time.table()]
+    return markdown(("what", "figure", "command"), [*rows, trace_both_ways()])
+
+
+def trace_both_ways() -> list[str]:
+    """The largest difference between formulas and virtual time. Figures have seven digits."""
+    results = Results(load("mg_wfbp").path, measures=False)
+    steps = [
+        mg_wfbp.figures(results, workers, rule)
+        for workers in mg_wfbp.WORKERS
+        for rule in mg_wfbp.RULES
+    ]
+    largest = max(abs(one["virtual"] / one["formula"] - 1) for one in steps)
+    text = "GoogLeNet's published trace in virtual time against its formulas, "
+    text += (
+        f"{len(steps)} steps on {mg_wfbp.WORKERS[0]} to {mg_wfbp.WORKERS[-1]:,} workers"
+    )
+    figure = "equal in seven digits" if largest < 1e-7 else f"within {largest:.0e}"
+    command = load("mg_wfbp").command("both-ways")
+    return [text, figure, f"`{command}`"]
+
+
+def diagnoses() -> list[str]:
+    return markdown(("fault made", "runtime", "right"), doctor.table())
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "auto": made_of(auto.evidence),
     "overlap emulated": made_of(exact_overlap.emulated_table),
@@ -498,6 +600,15 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "regret emulated": regret_between_processes,
     "random faults": random_faults,
     "attacked ports": attacked_ports,
+    "ddp exact": ddp_exact,
+    "ddp compression": ddp_compression,
+    "overhead steps": overhead_steps,
+    "overhead others": overhead_others,
+    "overhead hooks": overhead_hooks,
+    "rounds of local updates": rounds_of_local_updates,
+    "server loopback": server_loopback,
+    "simulator and planner": simulator_and_planner,
+    "diagnoses": diagnoses,
 }
 
 

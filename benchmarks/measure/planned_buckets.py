@@ -13,7 +13,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import overhead
+from benchmarks.measure import overhead, stored
 from benchmarks.measure.harness import SETTLING_STEPS, example, on_processes, ours
 
 
@@ -44,7 +44,7 @@ MODELS = {
 
 
 def measure(name, pairs, steps):
-    overhead.compare(
+    return overhead.compare(
         f"{name}, automatic plan against DDP's rule",
         MODELS[name],
         ours(buckets="optimal"),
@@ -56,15 +56,38 @@ def measure(name, pairs, steps):
     )
 
 
+TITLES = {"digits": "digits", "bytes_lm": "a byte model", "many": "100 tensors"}
+
+
+def table():
+    """Rows of the table of docs: what, figure, command."""
+    figures = stored.Figures("planned_buckets")
+    texts = []
+    for name in MODELS:
+        ratio, bound = (
+            figures.text(f"{name}, 4 processes, {what}") for what in ("ratio", "bound")
+        )
+        texts.append(f"{ratio} ({bound})")
+    yield [
+        "step with the automatic bucket plan over step with DDP's bucket rule, 4 processes: "
+        + "; ".join(TITLES.values()),
+        "; ".join(texts),
+        "`python -m benchmarks.measure.planned_buckets`",
+    ]
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", choices=MODELS, action="append")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=150)
     parser.add_argument("--steps", type=int, default=8, help="steps a block")
+    stored.add_option(parser)
     args = parser.parse_args()
-    for name in args.model or MODELS:
-        on_processes(args.workers, measure, name, args.pairs, args.steps)
+    with stored.Store("planned_buckets", args.store) as store:
+        for name in args.model or MODELS:
+            found = on_processes(args.workers, measure, name, args.pairs, args.steps)
+            overhead.keep(store, f"{name}, {args.workers} processes", found)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import json
 import random
 import time
 
+from benchmarks.measure import stored
 from paceline.bucketing.cost_models import AffineCost, MeasuredCost
 from paceline.bucketing.rules import lower_bound, plan_buckets
 from paceline.bucketing.timeline import finish_time
@@ -69,13 +70,43 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", action="store_true", help="an object a line")
     parser.add_argument("--tries", type=int, default=3)
+    stored.add_option(parser)
     args = parser.parse_args()
+    with stored.Store("planning_time", args.store) as store:
+        compare(args, store)
+
+
+def row_name(count, name, max_in_flight):
+    return f"{count:,} tensors, {name}, {max_in_flight} in flight"
+
+
+def table():
+    """Rows of the table of docs: what, figure, command."""
+    figures = stored.Figures("planning_time")
+    names = (f"{row_name(1000, name, 1)}, plan" for name in ("affine", "table"))
+    texts = (
+        stored.span([1e3 * seconds for seconds in figures.runs(name)], ".0f") + " ms"
+        for name in names
+    )
+    yield [
+        "planning the buckets of 1,000 tensors exactly: affine cost; measured curve",
+        "; ".join(texts),
+        "`python -m benchmarks.measure.planning_time`",
+    ]
+
+
+def compare(args, store):
+    """Measures and prints all models, and adds their figures to a `stored.Store`."""
     if not args.json:
         print("tensors  cost    in flight  plan ms  buckets  ends above the bound")
     for count, (name, cost), max_in_flight in itertools.product(
         COUNTS, costs().items(), MAX_IN_FLIGHT
     ):
         row = {"cost": name} | measure(count, cost, max_in_flight, args.tries)
+        title = row_name(count, name, max_in_flight)
+        store.add(f"{title}, plan", row["plan_seconds"], "s")
+        store.add(f"{title}, buckets", row["buckets"])
+        store.add(f"{title}, above the bound", row["above_bound"])
         if args.json:
             print(json.dumps(row), flush=True)
             continue

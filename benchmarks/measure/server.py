@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from benchmarks.measure import overhead
+from benchmarks.measure import overhead, stored
 from benchmarks.measure.harness import ddp, example, on_processes, ours
 from paceline.interfaces import Reply, Service, Work
 from paceline.interfaces.server_messages import Reduce, Reduced
@@ -202,7 +202,7 @@ def make_layers():
 
 
 def compare_steps(method, pairs, steps):
-    overhead.compare(
+    return overhead.compare(
         f"{dist.get_world_size()} processes, {method}",
         make_layers,
         ours(method=method),
@@ -245,6 +245,7 @@ def child_server():
 
 
 def measure_memory(method):
+    """On rank 0: the server's peak above idle, and its bound, in megabytes."""
     held, waiting = CASES[method]
     torch.manual_seed(0)
     model = example("layers").Layers(LAYERS, MEGABYTES, 0.0, 0.0)
@@ -252,6 +253,7 @@ def measure_memory(method):
     optimizer = paceline.distribute(model, sgd, method=method)
     workers, rank = dist.get_world_size(), dist.get_rank()
     before = server = 0
+    found = None
     if rank == 0:
         server = child_server()
         before = resident(server, "VmRSS")
@@ -262,44 +264,103 @@ def measure_memory(method):
         ((model(torch.zeros(())) - 1.0) ** 2).backward()
         optimizer.step()
     if rank == 0:
-        peak = resident(server, "VmHWM") - before
+        peak = (resident(server, "VmHWM") - before) / 1e6
         bucket = MEGABYTES / LAYERS
         bound = held * MEGABYTES + MEGABYTES * (held == 0) + 2 * workers * bucket
         bound += waiting * (workers - 1) * MEGABYTES
-        print(f"| {method} | {peak / 1e6:.0f} MB | {bound:.0f} MB |", flush=True)
+        print(f"| {method} | {peak:.0f} MB | {bound:.0f} MB |", flush=True)
+        found = {"above idle": peak, "bound": bound}
     optimizer.finish()
+    return found
 
 
 # ---- the command ----
+
+UNITS = {
+    "Gbit/s": "Gbit/s",
+    "best Gbit/s": "Gbit/s",
+    "CPU s/GB": "s/GB",
+    "server CPU s/GB": "s/GB",
+    "server peak MB": "MB",
+}
+"""Figures of *throughput*."""
 
 
 def throughput(options):
     if options.role:
         (run_server if options.role == "server" else run_worker)(options)
         return
-    for mode, secret in (("plain", ""), ("CURVE", secrets.token_hex(32))):
-        if options.mode in (None, mode):
-            row = measure_throughput(options, secret)
-            if options.json:
-                print(json.dumps(row))
-            else:
-                print(
-                    "  ".join(
-                        f"{k} {v:.2f}" if k != "mode" else v for k, v in row.items()
+    with stored.Store("server throughput", options.store) as store:
+        for mode, secret in (("plain", ""), ("CURVE", secrets.token_hex(32))):
+            if options.mode in (None, mode):
+                row = measure_throughput(options, secret)
+                for name, unit in UNITS.items():
+                    store.add(f"{mode}, {name}", row[name], unit)
+                if options.json:
+                    print(json.dumps(row))
+                else:
+                    print(
+                        "  ".join(
+                            f"{k} {v:.2f}" if k != "mode" else v for k, v in row.items()
+                        )
                     )
-                )
 
 
 def step(options):
-    for count in options.processes:
-        for method in options.method:
-            on_processes(count, compare_steps, method, options.pairs, options.steps)
+    with stored.Store("server step", options.store) as store:
+        for count in options.processes:
+            for method in options.method:
+                found = on_processes(
+                    count, compare_steps, method, options.pairs, options.steps
+                )
+                overhead.keep(store, f"{count} processes, {method}", found)
 
 
 def memory(options):
     print("| method | above idle | bound |\n|---|---|---|", flush=True)
-    for method in options.method:  # a job each: a process keeps its peak
-        on_processes(4, measure_memory, method)
+    with stored.Store("server memory", options.store) as store:
+        for method in options.method:  # a job each: a process keeps its peak
+            for name, value in on_processes(4, measure_memory, method).items():
+                store.add(f"{method}, {name}", value, "MB")
+
+
+def table():
+    """Rows of the table of docs: what, figure, command."""
+    command = "`python -m benchmarks.measure.{}`"
+    moved = stored.Figures("server throughput")
+    modes = ("plain", "CURVE")
+    yield [
+        "throughput of a server with 4 workers on one machine, both directions summed: plain; encrypted",
+        "; ".join(moved.text(f"{mode}, Gbit/s", ".0f") for mode in modes) + " Gbit/s",
+        command.format("server throughput"),
+    ]
+    steps = stored.Figures("server step")
+    for count in (2, 4):
+        ratios = [
+            one
+            for method in METHODS
+            for one in steps.runs(f"{count} processes, {method}, ratio")
+        ]
+        yield [
+            "step of `bsp` over such a server, divided by PyTorch DDP's, 25 MB of gradients, "
+            f"{count} processes, least and largest of two bucket rules",
+            stored.span(ratios, ".2f"),
+            command.format("server step"),
+        ]
+    yield [
+        "processor seconds per GB of 4 workers on the server's machine that push and pull 100 MB in "
+        "pieces of 8 MB: plain; encrypted",
+        "; ".join(moved.text(f"{mode}, CPU s/GB", ".1f") for mode in modes),
+        command.format("server throughput"),
+    ]
+    held = stored.Figures("server memory")
+    bsp, asp, backup = (held.text(f"{name}, above idle", ".0f") for name in CASES)
+    yield [
+        "server memory above idle, 4 workers on its machine, a model of 100 MB: `asp` with momentum; "
+        "`bsp`; `backup`",
+        f"{asp}; {bsp}; {backup} MB",
+        command.format("server memory"),
+    ]
 
 
 def main():
@@ -326,6 +387,8 @@ def main():
     one = what.add_parser("memory")
     one.set_defaults(run=memory)
     one.add_argument("--method", nargs="+", choices=list(CASES), default=list(CASES))
+    for one in what.choices.values():
+        stored.add_option(one)
     options = parser.parse_args()
     options.run(options)
 

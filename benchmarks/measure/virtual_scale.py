@@ -16,6 +16,8 @@ import subprocess
 import sys
 import time
 
+from benchmarks.measure import stored
+
 CASES = ((512, 5, False), (2048, 3, False), (10_000, 3, True))
 
 
@@ -52,21 +54,48 @@ def measure(workers, steps, representatives):
     options = {"workers": "classes"} if representatives else {}
     simulation = Simulation(cluster, **options)
     outcome = simulation.run(lambda rank: train(steps))
-    print(
-        json.dumps(
-            {
-                "workers": workers,
-                "steps": steps,
-                "representatives": representatives,
-                "seconds": round(time.perf_counter() - start, 2),
-                "processor_seconds": round(time.process_time(), 2),
-                "peak_mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-                // 1024,
-                "switches": outcome.switches,
-                "virtual_seconds": outcome.virtual_seconds,
-            }
+    return {
+        "workers": workers,
+        "steps": steps,
+        "representatives": representatives,
+        "seconds": round(time.perf_counter() - start, 2),
+        "processor_seconds": round(time.process_time(), 2),
+        "peak_mebibytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "switches": outcome.switches,
+        "virtual_seconds": outcome.virtual_seconds,
+    }
+
+
+def row_name(workers, steps, representatives):
+    return f"{workers:,} workers, {steps} steps" + ", representatives" * representatives
+
+
+def table():
+    """Rows of the table of docs: what, figure, command."""
+    figures = stored.Figures("virtual_scale")
+    command = "python -m benchmarks.measure.virtual_scale"
+    for workers, steps, representatives in CASES:
+        title = row_name(workers, steps, representatives)
+        text = (
+            f"{workers:,} simulated workers, {steps} steps, a bucket per tensor, "
+            + (
+                'by representatives (`workers="classes"`)'
+                if representatives
+                else "all workers run"
+            )
         )
-    )
+        seconds = figures.text(f"{title}, seconds", ".2g")
+        memory = figures.text(f"{title}, memory", ".2g")
+        yield [text, f"{seconds} s, {memory} GB", f"`{command}`"]
+
+
+def show(store, row):
+    """Prints a row, and adds its figures to a `stored.Store`."""
+    print(json.dumps(row), flush=True)
+    title = row_name(row["workers"], row["steps"], row["representatives"])
+    store.add(f"{title}, seconds", row["seconds"], "s")
+    store.add(f"{title}, processor", row["processor_seconds"], "s")
+    store.add(f"{title}, memory", row["peak_mebibytes"] * 2**20 / 1e9, "GB")
 
 
 def main():
@@ -74,14 +103,24 @@ def main():
     parser.add_argument("--workers", type=int)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--representatives", action="store_true")
+    stored.add_option(parser)
     args = parser.parse_args()
-    if args.workers:
-        measure(args.workers, args.steps, args.representatives)
-        return
-    for workers, steps, representatives in CASES:
-        command = [sys.executable, __file__, "--workers", workers, "--steps", steps]
-        command += ["--representatives"] * representatives
-        subprocess.run([str(word) for word in command], check=True)
+    with stored.Store("virtual_scale", args.store) as store:
+        if args.workers:
+            show(store, measure(args.workers, args.steps, args.representatives))
+            return
+        for workers, steps, representatives in CASES:
+            module = "benchmarks.measure.virtual_scale"
+            command = [sys.executable, "-m", module, "--workers", workers]
+            command += ["--steps", steps, *["--representatives"] * representatives]
+            done = subprocess.run(
+                [str(word) for word in command],
+                cwd=stored.ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+                check=True,
+            )
+            show(store, json.loads(done.stdout))
 
 
 if __name__ == "__main__":

@@ -114,6 +114,17 @@ class Results:
         """The names of all stored rows, in their order."""
         return list(self._records)
 
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All stored records, in their order."""
+        return tuple(self._records.values())
+
+    def remove(self, is_gone: Callable[[Record], bool]) -> None:
+        """Drop records; the file drops them when something is stored."""
+        self._records = {
+            row: record for row, record in self._records.items() if not is_gone(record)
+        }
+
     def put(
         self, figures: Mapping[str, float | None], unit: str, seconds: float
     ) -> None:
