@@ -27,6 +27,7 @@ from benchmarks.papers import osp as setting
 from paceline.cluster import Cluster, Rack, ServerHost, uniform_cluster
 from paceline.interfaces import CONSISTENCIES, GroupUpdate
 from paceline.methods import gssp
+from paceline.records import STEP_ROW
 from paceline.runtimes.simulated import ComputeModel, Simulation
 
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
@@ -144,8 +145,9 @@ def trace(method, ratio, steps, buckets):
         Cluster((rack,)), compute=ComputeModel(workload=setting.EQUAL), trace=True
     )
     outcome = simulation.run(train)
-    spans = [span for kept in outcome.kept for span in kept.spans]
-    return [span for span in spans + outcome.spans if span.worker == 0], ends
+    spans = [span for kept in outcome.kept for span in kept.spans] + outcome.spans
+    shown = [span for span in spans if span.worker == 0 and span.row != STEP_ROW]
+    return shown, ends
 
 
 def draw_timeline(timeline, path):
