@@ -175,7 +175,7 @@ def staleness(results):
 
 PAPER = Paper(
     name="baselines",
-    title="R2SP: workers take turns (INFOCOM 2019), a baseline",
+    title="R2SP: workers take turns (INFOCOM 2019)",
     page="explanation/parameter-server.md",
     source="the paper's abstract and the authors' code",
     claims=tuple(

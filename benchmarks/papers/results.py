@@ -388,7 +388,7 @@ def refreshed(text: str, load: Callable[[str], Paper]) -> str:
 HEAD = """\
 # Results of the papers
 
-For engineers who compare paceline with papers. You get the claims of five papers and one baseline, beside our figures.
+For engineers who compare paceline with papers. You get the claims of six papers beside our figures.
 All of our figures are from the simulated runtime, with real gradients in virtual time.
 
 `make reproduce` measures every row (about ten minutes on two cores) and writes this page; `make reproduce QUICK=1`

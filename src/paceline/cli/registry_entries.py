@@ -273,7 +273,7 @@ def _added_up(compressor: Any) -> str:
     if compressor.linear:
         return "an all-reduce (linear)"
     if isinstance(compressor, Int8):
-        return "the owner of each part, then gathered"
+        return "one worker for each part; all workers then gather the sums"
     return "every worker, of all others' (gathered)"
 
 

@@ -154,7 +154,7 @@ class Hierarchical(Scheduled):
         limits=(
             "Without a cluster file each rack is a row of about the square root of n ranks.",
             "If all ranks of an all-reduce are in one rack, it is a plain ring.",
-            "Under NCCL `native` replaces it; a message reports that when training begins.",
+            "Under NCCL `native` replaces it, and paceline prints a note when training begins.",
         ),
     )
 

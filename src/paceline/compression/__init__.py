@@ -115,7 +115,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 }
 
 CONTRIB = frozenset({EF21.name, EFSign.name, QSGD.name})
-"""Compressors for comparison, which no measurement recommends: `plan` and `auto` do not search them."""
+"""Compressors for comparison, which no measurement recommends: `plan` and `auto` do not try them."""
 
 ERROR_FEEDBACK, DECAY, WARMUP_STEPS = "error_feedback", "decay", "warmup_steps"
 

@@ -106,8 +106,8 @@ class DGC(SkipsSmallTensors):
                 "bytes only below a density of about 1/n."
             ),
             (
-                "It applies momentum itself, so it refuses an optimizer with momentum, unless "
-                "`momentum=0`."
+                "It applies momentum itself, so it refuses an optimizer with momentum, unless you set "
+                "`compression.momentum=0`."
             ),
             "With the default density, one element in a thousand, short trainings lose much accuracy.",
         ),

@@ -87,8 +87,8 @@ class PowerSGD(SkipsSmallTensors):
         ),
         use_when="links have 1 Gbit/s or less, and the model consists of matrices",
         sends=(
-            "`rank` times half of rows + columns of each matrix, in 4 bytes each (2 for bfloat16, 8 "
-            "for float64)"
+            "`rank` * (rows + columns) / 2 numbers per matrix, of 4 bytes each (2 for bfloat16, 8 for "
+            "float64)"
         ),
         loses="everything outside the `rank` directions of a step, until error feedback brings it back",
         limits=(

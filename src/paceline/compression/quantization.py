@@ -623,7 +623,7 @@ class Int8(BlockCompressor):
             "links are slow, and `powersgd` loses too much accuracy; `rounding=stochastic` for "
             "servers, and for workers that come and go"
         ),
-        sends="1 byte per element and 4 per block, to the owners and from them",
+        sends="1 byte per element and 4 per block, to the worker that sums this part, and back",
         loses=(
             "in each element up to 1/254 of its block's largest element, and up to 1/254 of the "
             "largest in the sum's block (twice these with stochastic rounding)"
@@ -707,7 +707,7 @@ class Int4(Int8):
         purpose="Sends blocks of 256 elements as 4-bit integers times a scale.",
         source="Wang et al., ZeRO++ (2023); Alistarh et al., QSGD (NeurIPS 2017)",
         use_when="`int8` still sends too much, or a local method sends parameter changes",
-        sends="half a byte per element and 4 bytes per block, to the owners and from them",
+        sends="half a byte per element and 4 bytes per block, to the worker that sums this part, and back",
         loses=(
             "in each element up to 1/14 of its block's largest element, and up to 1/14 of the "
             "largest in the sum's block (twice these with stochastic rounding)"

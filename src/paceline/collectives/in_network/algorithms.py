@@ -235,7 +235,7 @@ class SwitchML(InNetworkAllReduce):
             "Aggregators add up float32, complex64 and int32. Other types, and max reductions, use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
-                "switch they would take 4 bytes per number. A message reports the first such buffer."
+                "switch they would take 4 bytes per number. paceline prints a note about the first one."
             ),
             "It does not split into halves, so methods that send halves refuse it.",
         ),
@@ -272,7 +272,7 @@ class Rina(InNetworkAllReduce):
             "Aggregators add up float32, complex64 and int32. Other types, and max reductions, use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
-                "switch they would take 4 bytes per number. A message reports the first such buffer."
+                "switch they would take 4 bytes per number. paceline prints a note about the first one."
             ),
             "It does not split into halves, so methods that send halves refuse it.",
         ),
@@ -303,7 +303,7 @@ class ATP(InNetworkAllReduce):
             "Aggregators add up float32, complex64 and int32. Other types, and max reductions, use the ring.",
             (
                 "16-bit buffers (`compression=bf16`, `fp16`, 16-bit models) use the ring, too: at a "
-                "switch they would take 4 bytes per number. A message reports the first such buffer."
+                "switch they would take 4 bytes per number. paceline prints a note about the first one."
             ),
             "It does not split into halves, so methods that send halves refuse it.",
         ),

@@ -82,7 +82,7 @@ class EF21(SkipsSmallTensors):
                 "Every worker receives the selected elements of all others. So with n workers it saves "
                 "bytes only below a density of about 1/n."
             ),
-            "`plan` and `auto` do not search it.",
+            "`plan` and `auto` do not try it.",
         ),
     )
     state: ClassVar[StateKind] = "own"

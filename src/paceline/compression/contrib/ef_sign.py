@@ -53,7 +53,7 @@ class EFSign(GatheredCompressor):
         loses="all but the sign of each element, until error feedback brings it back",
         limits=(
             "Every worker receives the signs of all others.",
-            "`plan` and `auto` do not search it.",
+            "`plan` and `auto` do not try it.",
         ),
     )
     error_feedback_by_default: ClassVar[bool] = True

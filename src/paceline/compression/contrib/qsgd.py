@@ -46,10 +46,10 @@ class QSGD(BlockCompressor, GatheredCompressor):
         source="Alistarh et al., QSGD (NeurIPS 2017)",
         use_when="you compare compressors, or push to servers without error feedback",
         sends="1 byte per element and 4 per block, to every other worker",
-        loses="up to 1/127 of a block's norm, in each element, and nothing in the mean",
+        loses="in each element up to 1/127 of its block's norm; on average over the random roundings nothing",
         limits=(
             "Every worker receives the elements of all others.",
-            "`plan` and `auto` do not search it.",
+            "`plan` and `auto` do not try it.",
         ),
     )
     unbiased: ClassVar[bool] = True

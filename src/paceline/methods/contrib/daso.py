@@ -92,6 +92,7 @@ class DASO:
         limits=(
             "With one node daso equals bsp. With several nodes it equals bsp under SGD with `sync_every=1,delay=0`.",
             "`sync_every` and `delay` stay constant. In the authors' code they follow the loss.",
+            "`.grad` has, and `clip_norm` limits, the mean over the workers of one node.",
             "If another number of workers loads a checkpoint, the exchange in flight is lost.",
         ),
     )

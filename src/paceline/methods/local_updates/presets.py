@@ -67,7 +67,7 @@ class PostLocalSGD(LocalUpdates):
             "every worker, in each of the first `sync_each_step_until` steps, then in every "
             "`sync_every`-th"
         ),
-        sends="the parameters, as often",
+        sends="the parameters, in each step in which a worker waits",
         guarantees="All workers hold equal models after each round.",
         limits=(
             (
@@ -109,7 +109,7 @@ class HierarchicalLocalSGD(LocalUpdates):
             "the workers of its own group in every `group_every`-th step, all in every "
             "`sync_every`-th"
         ),
-        sends="the parameters, as often",
+        sends="the parameters, in each step in which a worker waits",
         guarantees=(
             "Workers of a group hold equal models after each average of the group, and all workers "
             "after each average of all."
@@ -249,7 +249,7 @@ class StreamingDiLoCo(LocalUpdates):
                 "When an average arrives, a worker loses its own last `delay` steps, except for the "
                 "share `keep_local`."
             ),
-            "The model is cut into fragments by size. In the paper a fragment takes layers at a fixed distance.",
+            "Fragments have about equal bytes. In the paper a fragment takes layers at a fixed distance.",
             (
                 "If another number of workers loads a checkpoint, the changes since the last average "
                 "are lost."

@@ -66,7 +66,7 @@ class OSP(OSPOptions):
         ),
         limits=(
             "`collective=native` needs no servers, and suits most users.",
-            "On fast networks and on very slow ones it gains nothing; it measures that, and then defers nothing.",
+            "On fast and on very slow networks it gains nothing: it measures the network, and defers no gradient there.",
             (
                 "The algorithm is reconstructed from the abstract. By default it defers the gradients "
                 "that are ready last, not the least important ones."
