@@ -293,7 +293,7 @@ UPLINK_METHODS = {
     "bsp, ring": "`bsp`, ring",
     "bsp, hierarchical": "`bsp`, hierarchical",
     "ds-sync": "`ds-sync`",
-    "ds-sync, rare": "`ds-sync`, every 4th phase",
+    "ds-sync, rare": "`ds-sync`, across racks every 4th step",
     "local-sgd": "`local-sgd`",
     "hierarchical-local-sgd": "`hierarchical-local-sgd`",
 }

@@ -19,9 +19,8 @@ Item = TypeVar("Item")
 def init() -> None:
     """Join the job, and make sure that torch.distributed is initialized. Collective.
 
-    The worker is the one that torchrun's variables name, or the simulated worker that this script
-    runs in; without either, the only one of a job of one. Calling it again is harmless.
-    `paceline.distribute` calls it.
+    torchrun's variables or the simulation name the worker. Without them the job has one worker.
+    `paceline.distribute` also calls `init`. A second call has no effect.
 
     Example:
         ::
@@ -30,7 +29,7 @@ def init() -> None:
             data = data[paceline.rank() :: paceline.world_size()]
 
     Raises:
-        UsageError: The launcher's variables make no sense.
+        UsageError: A launcher's variable is wrong, or two of them contradict each other.
     """
     join_runtime().connect()
 
@@ -142,9 +141,9 @@ def steps(of: Iterable[Item]) -> Iterator[Item]: ...
 def steps(of: Iterable[Any] | None = None) -> Iterator[Any]:
     """Iterate over *of* until ``--steps`` optimizer steps are done. Joins the job.
 
-    A loop over this ends by itself then, and the script goes on behind it. In any other loop the
+    A loop over `steps` then ends, and the script continues after the loop. In any other loop the
     last ``optimizer.step()`` raises `SystemExit`. Of nested loops, such as epochs and batches, each
-    must be a loop over this.
+    must be a loop over `steps`.
 
     Args:
         of: A loader, or a range of epochs; without it 0, 1, 2 and so on.
@@ -179,9 +178,10 @@ def _until_ended(job: TrainingRegistry, items: Iterable[Any]) -> Iterator[Any]:
 def on_step(callback: Callable[[StepRecord], None]) -> None:
     """Call *callback* with this worker's record of each step, when the step has ended. Joins the job.
 
-    A record has the step's seconds, computing and waiting, its bytes, and what was logged in it.
-    ``record.figures`` are the method's own: rounds, staleness, a budget, the norm of the compression
-    error so far. Records come on every worker: ``if paceline.rank() == 0`` where one is enough.
+    A record has the step's times of computing and waiting, its bytes, and the values that the
+    script logged. ``record.figures`` are the method's own: rounds, staleness, a budget, the norm of
+    the compression error so far. Every worker calls *callback*: test ``paceline.rank() == 0`` where
+    one is enough.
 
     Args:
         callback: Called on the training's own thread: a slow one makes steps longer, and an error

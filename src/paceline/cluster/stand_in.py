@@ -21,9 +21,9 @@ class StandIn(torch.nn.Module):
     """A model with a workload's tensors, which become ready in the workload's order.
 
     Called with a batch, it returns a loss: half the squared distance of every parameter from the
-    batch's mean. In the simulated runtime a tensor has few elements and is priced at the workload's
-    bytes and shapes; elsewhere it has them all. Either way a step is charged, or takes, the
-    workload's times.
+    batch's mean. In the simulated runtime a tensor has few elements and is charged as if it had the
+    workload's bytes and shapes; elsewhere it has all elements. Either way a step is charged, or
+    takes, the workload's times.
 
     Attributes:
         workload: The tensors and times that this model has.

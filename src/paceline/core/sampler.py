@@ -21,10 +21,11 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
     whole numbers of samples, the remaining samples go to the workers that are furthest behind their
     shares.
 
-    `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* the
-    pass. Without it each pass over the sampler is a new epoch. `paceline.save` and `load` keep the
-    epoch for the sampler given to `distribute`. After a load the interrupted pass is not continued:
-    all workers begin the epoch after the saved one, from its first batch.
+    `set_epoch` chooses the shuffle, as in torch's DistributedSampler, and under *rotate* also each
+    worker's part of the data. If the script does not call `set_epoch`, each pass over the sampler
+    is a new epoch. `paceline.save` and `load` keep the epoch for the sampler given to `distribute`.
+    After a load the interrupted pass is not continued: all workers begin the epoch after the saved
+    one, from its first batch.
 
     Example:
         ::

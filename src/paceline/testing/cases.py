@@ -56,8 +56,8 @@ class Case:
         method: A spec or a method object.
         timing_free: Its result depends only on the data, and not on which worker is fast. So all
             runtimes end with the same parameters.
-        learning_rate: Solves the kit's quadratic in *steps* steps.
-        steps: Number of steps that this takes.
+        learning_rate: Learning rate that solves the kit's quadratic problem in *steps* steps.
+        steps: Number of steps until the kit's problem is solved.
         under_way: Between steps a part of an update is in flight, so a restart changes the result
             slightly.
         rounding: Largest difference between one worker alone and its reference, if a value is

@@ -62,7 +62,9 @@ def test_text_counts_as_the_stored_rows_do(agreement):
     assert f"{within} are within 10 %, and half are off by {middle} % or less" in page
     readme = (HOUSE / "README.md").read_text()
     cells, within, _, middle = counted(agreement, every)
-    assert f"{cells} cells | {within} within 10 %; median off by {middle} %" in readme
+    assert f"{cells} predicted step times" in readme
+    figures = f"{within} are off by at most 10 %; the median is off by {middle} %"
+    assert figures in readme
 
 
 def test_measured_rows_take_the_place_of_stored_ones(agreement, tmp_path, monkeypatch):

@@ -56,16 +56,16 @@ def save(path: str | Path, **others: Stateful) -> None:
 
     Call it between steps. Rank 0 writes the state that is equal on all workers. Each worker writes
     a part of its own: its random states, the model's buffers, and the states of its method and
-    compressor. If models differ between steps, the part also has its model and optimizer. It is all
-    of one moment, at which every worker has called this. Trainings that have ended are in it, too,
-    while the script holds their models, or until another training begins.
+    compressor. If models differ between steps, the part also has its model and optimizer. All parts
+    are of one moment, at which every worker has called `save`. A checkpoint also has ended
+    trainings, while the script holds their models, or until another training begins.
 
-    It replaces an older checkpoint in the folder when it is complete. If a process is killed
-    meanwhile, `load` finds one of the two.
+    A complete checkpoint replaces an older one in the folder. If a process is killed during the
+    save, `load` finds the old or the new checkpoint.
 
     Under ``paceline run --survive`` the active workers wait for each other, and the lowest active
-    rank writes the common state. No worker waits for one that has died, or that was restarted at a
-    later step than this: the checkpoint has no part of it.
+    rank writes the common state. No worker waits for one that has died, or that has restarted and
+    joined the job after this step. The checkpoint has no part of such a worker.
 
     Args:
         path: One folder for all workers. If machines have no common disk, the parts of workers on
@@ -118,16 +118,17 @@ def save(path: str | Path, **others: Stateful) -> None:
 def load(path: str | Path, **others: Stateful) -> None:
     """Restore a checkpoint into models, optimizers, samplers and *others*. Collective.
 
-    Call it after `distribute`, and after the same step on every worker. A job with as many workers
-    continues bit for bit. If it has more or fewer workers, or some had died before the save:
+    Call it after `distribute`, and after the same step on every worker. A job with the same number
+    of workers continues bit for bit. If it has more or fewer workers, or some had died before the
+    save:
 
     - A sampler continues with its epoch.
     - A worker without a part of its own keeps its random state, and gets rank 0's buffers.
     - All workers get one model: the method's result at the save.
     - Each method and compressor divides its states among the workers, or refuses the load.
 
-    States of methods and compressors are found by name. States without an owner in this job, and
-    owners without a state, are reported on standard error.
+    States of methods and compressors are found by name. paceline reports on standard error the
+    saved states that this job does not use, and its methods and compressors without a saved state.
 
     Under ``paceline run --survive`` a restarted worker calls this alone. Then models and optimizers
     stay as the servers hold them, since the job continues.
