@@ -7,7 +7,7 @@ import torch
 
 import paceline
 from paceline.errors import PacelineError, UsageError
-from paceline.interfaces.trainings import Places
+from paceline.interfaces.consolidated_entry import ConsolidatedEntries
 from tests.support import forked
 from tests.support.hanging import SECONDS
 from tests.support.training import simulate
@@ -94,7 +94,7 @@ def test_real_workers_are_told_in_words_and_soon(case):
 
 def connected(count, *, waits=True):
     """Ranks whose messages arrive at once."""
-    ranks = [Places() for _ in range(count)]
+    ranks = [ConsolidatedEntries() for _ in range(count)]
     for rank, places in enumerate(ranks):
         places.add()
 

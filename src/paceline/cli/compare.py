@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 PLAN_PART = 2 / 3
 """Share of the simulated events of `paceline plan`: here a plan has no page."""
-MOST_AT_ONCE = 2
-"""Variants that run at the same time: each holds a model for every worker."""
 
 
 def compare(
@@ -95,7 +93,12 @@ def compare(
     """
     check_job(script, *method or ())
     _check_plan(runtime, method, consistency)
-    from paceline.tools.compare.runner import Goal, Training, run_variants
+    from paceline.tools.compare.runner import (
+        Goal,
+        Training,
+        number_at_once,
+        run_variants,
+    )
 
     goal = None if until is None else Goal.read(until)
     allowed = classes(consistency)
@@ -143,7 +146,7 @@ def compare(
         options=given.options(runtime, shared),
         folder=output,
     )
-    one_at_a_time = runtime != "simulated" or measures
+    at_once = number_at_once(runtime, measures=measures, processes=processes())
     with task_rows(json) as shown:
 
         def begin(name: str, file: Path) -> Callable[[], None]:
@@ -153,7 +156,7 @@ def compare(
             variants,
             training,
             goal,
-            at_once=1 if one_at_a_time else min(MOST_AT_ONCE, processes()),
+            at_once=at_once,
             begin=begin,
             report=shown.report,
         )
@@ -240,7 +243,7 @@ def _planned(
 ) -> Plan:
     """Make the plan; prints on standard error which methods will run."""
     from paceline.tools.plan.predictor import Predictor, usual_events
-    from paceline.tools.plan.report import faster_but_not_recommended, headline
+    from paceline.tools.plan.recommendation import faster_but_not_recommended, headline
 
     most = PLAN_PART * usual_events(cluster)
     with (

@@ -12,6 +12,7 @@ Import names from here: ``from paceline.interfaces import Run``. Each module's `
   gradients; `Groups` of servers.
 - `server_messages`: requests and replies between workers and servers; not exported here.
 - `runtime`: `Runtime`, what a worker runs on; the services it starts; `current_runtime`.
+- `consolidated_entry`: ranks agree on the step after which they enter `consolidated`; not exported here.
 - `trainings`: `TrainingRegistry`, the trainings of one worker's script; not exported here.
 
 No interface here has a time-out of its own. When a peer is lost, the runtime's transport raises an

@@ -35,7 +35,7 @@ from paceline.errors import (
 from paceline.interfaces import current_runtime
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated import Simulation, clock
-from paceline.runtimes.simulated.simulation import locations_of
+from paceline.runtimes.simulated.isolation import locations_of
 from paceline.torch_internals import load_lazy_modules
 from tests.support.hanging import SECONDS
 from tests.support.simulations import run, run_on, simulation

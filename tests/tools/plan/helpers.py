@@ -5,6 +5,8 @@ import math
 from paceline.cluster import Workload, uniform_cluster
 from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from paceline.tools.plan.predictor import Predictor
+from paceline.tools.plan.report import Question, plan_report
+from paceline.tools.plan.what_if import Suggestion, Suggestions
 
 
 def layers(count=4, megabytes=4.0, forward=0.03, backward=0.06):
@@ -65,3 +67,31 @@ class FakePredictor(Predictor):
             return self.answer(spec, fidelity), self.each
 
         return self.map(one, asked, until=until)
+
+
+NOTHING = Suggestions(break_even=(), helps=())
+ASKED = Question(
+    cluster=cluster(4),
+    workload=layers(),
+    script="train.py",
+    network=["--workers=4", "--link=100mbit"],
+)
+
+
+def sped(spec, consistency="exact", seconds=0.1, sent=1e6, **others):
+    """Four workers; one machine takes 360 ms for their batch."""
+    return row(spec, consistency, seconds, bytes_sent=sent, **others)
+
+
+def helped(what, speedup):
+    return Suggestion(what=what, spec="bsp", step_seconds=0.1, speedup=speedup)
+
+
+def report(*estimates, suggestions=NOTHING, question=ASKED, **others):
+    return plan_report(made(*estimates), suggestions, question, **others)
+
+
+def section(found, title):
+    """The only section whose title begins so."""
+    (one,) = (one for one in found.sections if one.title.startswith(title))
+    return one

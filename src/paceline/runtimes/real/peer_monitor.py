@@ -34,7 +34,10 @@ from functools import partial
 import msgspec
 
 from paceline.errors import UsageError
-from paceline.interfaces.trainings import Place, Places
+from paceline.interfaces.consolidated_entry import (
+    ConsolidatedEntries,
+    ConsolidatedEntry,
+)
 from paceline.run_options import seconds_from
 from paceline.runtimes.real.hang_report import LOOKS, Hangs, HangWatch, Whereabouts
 from paceline.runtimes.real.job_store import (
@@ -78,8 +81,8 @@ class FailureNotice(msgspec.Struct, kw_only=True):
     rank: int
     fault: str | None = None
     training: int | None = None
-    place: Place | None = None
-    """The rank continues, and reports its place; *present* ranks are connected."""
+    entry: ConsolidatedEntry | None = None
+    """The rank continues, and reports whether it is inside `consolidated`; *present* ranks are connected."""
     present: int = 0
     where: Whereabouts | None = None
     """The rank continues; it waits for other ranks, or was asked for its position."""
@@ -179,8 +182,8 @@ class FailureHub:
             self._idle_connections.know(peer)
             return
         news = msgspec.json.decode(line, type=FailureNotice)
-        if news.place is not None:
-            notice = FailureNotice(rank=self._ranks[peer].rank, place=news.place)
+        if news.entry is not None:
+            notice = FailureNotice(rank=self._ranks[peer].rank, entry=news.entry)
             notice.present = len(self._ranks)
             self._send_to_all(notice)
             return
@@ -274,7 +277,7 @@ class PeerMonitor:
         lost: Called once, on a thread of this object, with a sentence that names the failed rank.
         broke: Called for each training of another rank that ended with an error, with its number
             and such a sentence.
-        places: Sends this rank's place to the other ranks, and receives theirs.
+        entries: Sends this rank's entry to the other ranks, and receives theirs.
         watch: Measures how long this rank waits for other ranks. Without it, no wait is reported.
     """
 
@@ -285,13 +288,13 @@ class PeerMonitor:
         job_store: JobStore,
         lost: Callable[[str], None],
         broke: Callable[[int, str], None] = lambda *_: None,
-        places: Places | None = None,
+        entries: ConsolidatedEntries | None = None,
         watch: HangWatch | None = None,
     ) -> None:
         self._rank = rank
         self._lost, self._broke = lost, broke
         self._over = False
-        self._places = places or Places()
+        self._entries = entries or ConsolidatedEntries()
         self._watch = watch
         self.hub: FailureHub | None = None
         """The hub, on rank 0 only."""
@@ -329,7 +332,7 @@ class PeerMonitor:
                 process=os.getpid(),
             )
         )
-        self._places.connect(rank, self._send_place, waits=True)
+        self._entries.connect(rank, self._send_entry, waits=True)
         self._thread = threading.Thread(
             target=self._listen, name="paceline liveness", daemon=True
         )
@@ -350,10 +353,10 @@ class PeerMonitor:
                 brief = fault[:FAULT_CHARACTERS]
                 self._send(FailureNotice(rank=self._rank, fault=brief, training=number))
 
-    def _send_place(self, place: Place) -> None:
+    def _send_entry(self, entry: ConsolidatedEntry) -> None:
         if not self._over:
             with contextlib.suppress(OSError):
-                self._send(FailureNotice(rank=self._rank, place=place))
+                self._send(FailureNotice(rank=self._rank, entry=entry))
 
     def close(self, fault: str | None = None) -> None:
         """End this rank: well, or with a *fault*, which the other ranks get."""
@@ -374,7 +377,7 @@ class PeerMonitor:
     def _listen(self) -> None:
         with self._socket:
             self._read_notices()
-        self._places.disconnect()
+        self._entries.disconnect()
 
     def _read_notices(self) -> None:
         try:
@@ -383,8 +386,8 @@ class PeerMonitor:
                 if news.asks:
                     self._report_position(only_long_waits=False)
                     continue
-                if news.place is not None:
-                    self._places.receive(news.rank, news.place, news.present)
+                if news.entry is not None:
+                    self._entries.receive(news.rank, news.entry, news.present)
                     continue
                 # Rank 0 and its hub end without an error.
                 if news.fault is None:

@@ -143,7 +143,7 @@ class RealRuntime:
                 self._job_store,
                 self._lost_a_peer,
                 self._training_of_a_peer_broke,
-                self.registry.places,
+                self.registry.consolidated_entries,
                 HangWatch(self.recorder, self._step_under_way),
             )
         self._learn_cluster()

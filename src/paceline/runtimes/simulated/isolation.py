@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, Literal, TextIO
@@ -449,3 +450,26 @@ def workers_output(shown: Shown | None) -> Iterator[None]:
 def speak_as(rank: int) -> None:
     """Mark the calling thread's prints from now on as this worker's."""
     _of_thread.rank = rank
+
+
+def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
+    """Return each worker's machine, and its number there; *hosts* are all workers'.
+
+    A cluster whose hosts have one worker each counts as one machine, which it really is. "Once per
+    machine" then means once, for files that are loaded or written. With GPUs a number is also that
+    of a device, and there are *devices* of these.
+    """
+    if len(set(hosts)) == len(hosts):
+        hosts = [0] * len(hosts)
+    sizes, so_far, found = Counter(hosts), Counter[int](), []
+    for host in hosts:
+        number = so_far[host]
+        so_far[host] += 1
+        found.append(
+            {
+                "LOCAL_RANK": str(number % devices if devices else number),
+                "LOCAL_WORLD_SIZE": str(sizes[host]),
+                "GROUP_RANK": str(host),
+            }
+        )
+    return found

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +29,8 @@ from paceline.interfaces import (
     enter_runtime_in_this_thread,
 )
 from paceline.interfaces.buckets import stand_in_for, wire_bytes
-from paceline.interfaces.trainings import Place, TrainingRegistry
+from paceline.interfaces.consolidated_entry import ConsolidatedEntry
+from paceline.interfaces.trainings import TrainingRegistry
 from paceline.records import RecordsInMemory, Span, StepRecorder
 from paceline.run_options import RunOptions
 from paceline.runtimes.simulated.clock import (
@@ -54,6 +54,7 @@ from paceline.runtimes.simulated.isolation import (
     RandomStates,
     Shown,
     UndrawnRandomStates,
+    locations_of,
     patched_process,
     speak_as,
     thread_count_kept,
@@ -244,10 +245,12 @@ class Simulation:
         """Return a worker's runtime."""
         return self._runtimes[rank]
 
-    def tell_place(self, rank: int, place: Place) -> None:
-        """Send worker *rank*'s place to all other workers, at no cost."""
+    def send_entry(self, rank: int, entry: ConsolidatedEntry) -> None:
+        """Send worker *rank*'s entry of `consolidated` to all other workers, at no cost."""
         for runtime in self._runtimes.values():
-            runtime.registry.places.receive(rank, place, len(self._runtimes))
+            runtime.registry.consolidated_entries.receive(
+                rank, entry, len(self._runtimes)
+            )
 
     def observe(self, span: Span) -> None:
         """Keep a span for the trace."""
@@ -379,29 +382,6 @@ def _create_group(options: Any, _: Any) -> dist.ProcessGroup:
     )
 
 
-def locations_of(hosts: Sequence[int], devices: int) -> list[dict[str, str]]:
-    """Return each worker's machine, and its number there; *hosts* are all workers'.
-
-    A cluster whose hosts have one worker each counts as one machine, which it really is. "Once per
-    machine" then means once, for files that are loaded or written. With GPUs a number is also that
-    of a device, and there are *devices* of these.
-    """
-    if len(set(hosts)) == len(hosts):
-        hosts = [0] * len(hosts)
-    sizes, so_far, found = Counter(hosts), Counter[int](), []
-    for host in hosts:
-        number = so_far[host]
-        so_far[host] += 1
-        found.append(
-            {
-                "LOCAL_RANK": str(number % devices if devices else number),
-                "LOCAL_WORLD_SIZE": str(sizes[host]),
-                "GROUP_RANK": str(host),
-            }
-        )
-    return found
-
-
 def check_represented(cluster: Cluster, compute: ComputeModel) -> None:
     """Raise `UsageError` if workers of a class may behave differently."""
     if compute.jitter:
@@ -437,8 +417,8 @@ class SimulatedRuntime:
         self.registry = TrainingRegistry(simulation.options, self._training_broke)
         # A plan inspects them after the script.
         self.registry.keeps_ended = True
-        self.registry.places.connect(
-            rank, partial(simulation.tell_place, rank), waits=False
+        self.registry.consolidated_entries.connect(
+            rank, partial(simulation.send_entry, rank), waits=False
         )
         self.rank = rank
         self.size = simulation.cluster.workers

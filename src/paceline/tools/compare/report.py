@@ -22,7 +22,8 @@ from paceline.records import StepRecord
 from paceline.runtimes.results import RunResult
 from paceline.tools.compare.runner import Goal, VariantRun
 from paceline.tools.plan.estimates import DDP, Baseline, Plan
-from paceline.tools.plan.report import class_name, command, summary_lines
+from paceline.tools.plan.recommendation import class_name
+from paceline.tools.plan.report import command, summary_lines
 from paceline.tools.report.model import (
     GREY,
     Bar,

@@ -30,6 +30,8 @@ from paceline.transport.liveness import without_interrupts
 
 ROUNDING = 1e-6
 """Relative tolerance: 342 of 360 in single precision is a little less than 0.95."""
+MOST_AT_ONCE = 2
+"""Variants that train at the same time: each holds a model for every worker."""
 _VERBS = {"simulated": "simulate", "real": "run", "emulated": "emulate"}
 _RECORDS = "records.jsonl"
 _OURS = "paceline: "
@@ -172,6 +174,16 @@ class Training:
     runtime: str
     options: Sequence[str]
     folder: Path
+
+
+def number_at_once(runtime: str, *, measures: bool, processes: int) -> int:
+    """Return how many variants to train at the same time.
+
+    It is one if the variants' clock is this machine's: in real time, or if compute times are measured.
+    """
+    if runtime != "simulated" or measures:
+        return 1
+    return min(MOST_AT_ONCE, processes)
 
 
 def run_variants(

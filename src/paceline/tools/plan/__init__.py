@@ -7,6 +7,7 @@ the process for themselves. So beside a training it runs in a process of its own
 - `candidates`: the specs to predict.
 - `predict`: one candidate in virtual time; `predictor`: many of them, in several processes.
 - `estimates`: a plan as data, its lower bound, and the recommended methods.
+- `recommendation`: the answer in five lines, and when a weaker consistency is worth it.
 - `what_if`: break-even links, other ways to gain, more workers and faster links.
 - `script`: analyzes a training script.
 - `report`: a plan on the terminal, on a page and as JSON.

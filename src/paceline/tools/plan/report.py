@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,19 @@ from paceline.interfaces import CONSISTENCIES, Consistency
 from paceline.spec import parse
 from paceline.tools.plan.candidates import summary_line
 from paceline.tools.plan.estimates import DDP, Estimate, Plan
-from paceline.tools.plan.what_if import ScalingPoint, Suggestion, Suggestions
+from paceline.tools.plan.recommendation import (
+    class_name,
+    faster_but_not_recommended,
+    headline,
+    one_worker_a_host,
+    over_ddp,
+    slowest_link,
+    smallest_of_each_kind,
+    strongest,
+    times,
+    two_digits,
+)
+from paceline.tools.plan.what_if import ScalingPoint, Suggestions
 from paceline.tools.report.model import (
     GREY,
     Bar,
@@ -33,18 +44,10 @@ from paceline.tools.report.model import (
 from paceline.tools.report.timeline import Step
 from paceline.units import show_bytes, show_count, show_rate, show_seconds
 
-FASTER = 1.02
-"""Speed relative to one machine: a smaller gain is none."""
-WORTH = 1.1
-"""Speed relative to all stronger consistencies: a weaker one that gains less is not in the answer."""
 MANY_STEPS = 50
 """A method that needs more steps to become as fast as predicted has a note."""
 VISIBLE = 0.01
 """Share of a step: less communication is not mentioned."""
-LITTLE = 0.05
-"""Per cent: a smaller gain is none."""
-MOST_WEAKER = 3
-"""Weaker consistencies in the answer, which has at most five lines."""
 STAND_IN = "examples/workload.py"
 """A script that trains a workload's tensors, and sleeps instead of computing."""
 EXAMPLE_GOAL = "accuracy=0.95"
@@ -55,13 +58,6 @@ CONSISTENCY_MEANS: dict[Consistency, str] = {
     "lossy": "compressed gradients, the error is fed back or small",
     "local": "parameters are averaged every few steps",
     "asynchronous": "workers do not wait for all others",
-}
-_WITH: dict[Consistency, str] = {
-    "exact": "With exact averaging",
-    "delayed": "With delayed gradients",
-    "lossy": "With compressed gradients",
-    "local": "With local updates",
-    "asynchronous": "With asynchronous updates",
 }
 
 
@@ -154,154 +150,6 @@ def plan_report(
     )
 
 
-# ---- the answer ----
-
-
-def headline(
-    plan: Plan, suggestions: Suggestions | None = None, cluster: Cluster | None = None
-) -> list[str]:
-    """Return the answer to "which method, here?", in at most five lines."""
-    baseline = plan.baseline
-    if not plan.estimates:
-        return ["1 worker is one machine: it sends nothing, whatever the method."]
-    consistency, best = _strongest(plan)
-    if baseline.speedup(best) < FASTER:
-        return _slower_than_one(plan, suggestions, cluster)
-    ddp = plan.estimate(DDP)
-    workers = show_count(baseline.workers, "worker")
-    shown = best if ddp is None else ddp
-    name = shown.spec if ddp is None else "DDP"
-    lines = [
-        f"{workers} with {name} train {times(baseline.speedup(shown))} as fast as one machine: a "
-        f"step takes {show_seconds(shown.step_seconds)}, of which "
-        f"{show_seconds(shown.exposed_seconds)} are exposed communication."
-    ]
-    if ddp is best:
-        lines.append(_stay_with_ddp(plan, consistency))
-    elif ddp is not None:
-        lines.append(f"Same result, best method: {_figures(plan, best)}.")
-    lines += [
-        f"{_WITH[one.consistency]}: {_figures(plan, one)}." for one in _weaker(plan)
-    ]
-    return lines
-
-
-def _strongest(plan: Plan) -> tuple[Consistency, Estimate]:
-    """Return the recommended method of the strongest consistency."""
-    return next(iter(plan.recommended.items()))
-
-
-def _stay_with_ddp(plan: Plan, consistency: Consistency) -> str:
-    fastest = plan.fastest[consistency]
-    if fastest.spec == DDP:
-        return f"Stay with DDP: no {consistency} method is faster."
-    gain = 100 * (_over_ddp(plan, fastest) - 1)
-    if gain < LITTLE:
-        return f"Stay with DDP: no {consistency} method is faster."
-    return (
-        f"Stay with DDP: {fastest.spec}, the best {consistency} method, is only "
-        f"{gain:.1g} % faster."
-    )
-
-
-def _figures(plan: Plan, estimate: Estimate) -> str:
-    text = f"{estimate.spec}, {show_seconds(estimate.step_seconds)}"
-    if plan.estimate(DDP) is None:
-        return f"{text} ({times(plan.baseline.speedup(estimate))} one machine)"
-    return f"{text} ({times(_over_ddp(plan, estimate))} DDP)"
-
-
-def _over_ddp(plan: Plan, estimate: Estimate) -> float:
-    ddp = plan.estimate(DDP)
-    return float("nan") if ddp is None else ddp.step_seconds / estimate.step_seconds
-
-
-def _weaker(plan: Plan) -> list[Estimate]:
-    """Return the recommended methods of weaker consistencies that are `WORTH` it; of many, the fastest."""
-    _, best = _strongest(plan)
-    found, seconds = [], best.step_seconds
-    for one in plan.recommended.values():
-        if one.step_seconds * WORTH <= seconds:
-            seconds = one.step_seconds
-            found.append(one)
-    return found[-MOST_WEAKER:]
-
-
-def _slower_than_one(
-    plan: Plan, suggestions: Suggestions | None, cluster: Cluster | None
-) -> list[str]:
-    """Return the answer if the strongest consistency gains nothing over one machine."""
-    baseline = plan.baseline
-    consistency, best = _strongest(plan)
-    what = (
-        "a second machine" if baseline.workers == 2 else f"{baseline.workers} workers"
-    )
-    article = "an" if consistency[0] in "aeiou" else "a"
-    lines = [
-        f"Do not use {what} with {article} {consistency} method: the best one ({best.spec}, "
-        f"{show_seconds(best.step_seconds)}) reaches {times(baseline.speedup(best))} of one machine."
-    ]
-    sends = f"A step must send {show_bytes(best.bytes_sent)}"
-    if cluster is not None and _one_worker_a_host(cluster):
-        rate = _slowest_link(cluster)
-        sends += (
-            f", which takes {show_seconds(best.bytes_sent / rate)} at {show_rate(rate)}"
-        )
-    lines.append(f"{sends}; computing takes {show_seconds(best.compute_seconds)}.")
-    faster = sorted(
-        (one for one in plan.recommended.values() if baseline.speedup(one) >= FASTER),
-        key=lambda one: one.step_seconds,
-    )
-    ways = [
-        f"{one.spec} {times(baseline.speedup(one))} ({class_name(one.consistency)})"
-        for one in faster
-    ]
-    if suggestions is not None:
-        ways += [
-            f"links above {_two_digits(one.rate)} with {one.spec}"
-            for one in suggestions.break_even
-            if one.spec == best.spec and one.rate is not None
-        ]
-        ways += [
-            f"{one.what} ({times(one.speedup)})"
-            for one in _smallest_of_each_kind(suggestions)
-            if one.speedup >= FASTER
-        ]
-    if ways:
-        lines.append(f"Faster than one machine: {_or(ways)}.")
-    if not faster:
-        lines.append("No class of methods is faster here than one machine.")
-    return lines
-
-
-def _or(words: Sequence[str]) -> str:
-    if len(words) < 3:
-        return " or ".join(words)
-    return f"{', '.join(words[:-1])}, or {words[-1]}"
-
-
-def class_name(consistency: str) -> str:
-    """Return a consistency's name in tables."""
-    return "local updates" if consistency == "local" else consistency
-
-
-def times(factor: float) -> str:
-    """Format a factor as ``2.4x``: three significant digits, and two decimals at most."""
-    return f"{factor:.2f}x" if factor < 10 else f"{factor:.3g}x"
-
-
-def _two_digits(rate: float) -> str:
-    return show_rate(float(f"{rate * 8:.2g}") / 8)
-
-
-def _one_worker_a_host(cluster: Cluster) -> bool:
-    return all(rack.workers_per_host == 1 for rack in cluster.racks)
-
-
-def _slowest_link(cluster: Cluster) -> float:
-    return min(rate for rack in cluster.racks for rate in rack.links)
-
-
 # ---- tables of estimates ----
 
 
@@ -357,7 +205,7 @@ _COLUMNS = (
     _Column("sent", "bytes_sent", _sent),
     _Column("vs. bound", "bound_ratio", _vs_bound),
     _Column(
-        "vs. DDP", "ddp_speedup", lambda plan, one: _ratio(_over_ddp(plan, one)), True
+        "vs. DDP", "ddp_speedup", lambda plan, one: _ratio(over_ddp(plan, one)), True
     ),
     _Column(
         "vs. 1 machine",
@@ -571,10 +419,10 @@ def bar_chart(plan: Plan) -> BarChart:
 
 
 def _why(plan: Plan, cluster: Cluster) -> Text:
-    _, best = _strongest(plan)
+    _, best = strongest(plan)
     text = f"Each worker sends {show_bytes(best.bytes_sent)} per step"
-    if _one_worker_a_host(cluster):
-        rate = _slowest_link(cluster)
+    if one_worker_a_host(cluster):
+        rate = slowest_link(cluster)
         seconds = best.bytes_sent / rate
         text += f": {show_seconds(seconds)} at {show_rate(rate)}"
         hidden = seconds - best.exposed_seconds
@@ -599,19 +447,19 @@ def _break_even(suggestions: Suggestions) -> Text | None:
         lines.append(f"{best.spec}: {best.words}.")
     else:
         name = "DDP" if best is ddp else best.spec
-        text = f"Below {_two_digits(best.rate)} one machine is faster than {name}"
+        text = f"Below {two_digits(best.rate)} one machine is faster than {name}"
         if ddp is not None and ddp is not best and ddp.rate is not None:
-            text += f", below {_two_digits(ddp.rate)} faster than DDP"
+            text += f", below {two_digits(ddp.rate)} faster than DDP"
         lines.append(f"{text}.")
     if ddp is not None and ddp is not best and (ddp.rate is None or best.rate is None):
-        words = ddp.words if ddp.rate is None else f"{_two_digits(ddp.rate)}"
+        words = ddp.words if ddp.rate is None else f"{two_digits(ddp.rate)}"
         lines.append(f"DDP: {words}.")
     return Text(title="Break-even", lines=lines, level="summary")
 
 
 def _also(suggestions: Suggestions) -> Text | None:
     """Other ways to gain, one of each kind."""
-    found = _smallest_of_each_kind(suggestions)
+    found = smallest_of_each_kind(suggestions)
     if found:
         each = ", ".join(f"with {one.what} {times(one.speedup)}" for one in found)
         verb = {1: "This changes", 2: "Both change"}.get(len(found), "All change")
@@ -627,14 +475,6 @@ def _also(suggestions: Suggestions) -> Text | None:
             "the search."
         )
     return Text(title="Also", lines=lines, level="summary")
-
-
-def _smallest_of_each_kind(suggestions: Suggestions) -> list[Suggestion]:
-    """Return the smallest change that gains, of suggestions that differ only in a number."""
-    found: dict[str, Suggestion] = {}
-    for one in suggestions.helps:  # the largest gain first
-        found[re.sub(r"\d+", "", one.what)] = one
-    return sorted(found.values(), key=lambda one: -one.speedup)
 
 
 def _suggestions(suggestions: Suggestions) -> Table | None:
@@ -657,23 +497,6 @@ def _faster_but_not_recommended(plan: Plan) -> Text | None:
     if not text:
         return None
     return Text(title="Faster, but not recommended", lines=[text])
-
-
-def faster_but_not_recommended(plan: Plan) -> str:
-    """Methods that are faster than the recommended one of their consistency; empty if there are none."""
-    recommended = plan.recommended
-    faster = [
-        f"{one.spec} ({consistency}, {show_seconds(one.step_seconds)})"
-        for consistency, one in plan.fastest.items()
-        if consistency in recommended
-        and recommended[consistency].bytes_sent > one.bytes_sent
-    ]
-    if not faster:
-        return ""
-    return (
-        "Faster by at most a fifth of a step, but not recommended because they send less of the "
-        f"gradient: {', '.join(faster)}."
-    )
 
 
 def _timeline(steps: Sequence[Step]) -> TimelineSection | None:
@@ -748,7 +571,7 @@ def _trial(plan: Plan, question: Question) -> Text | None:
     if question.stand_in is not None:
         script, arguments = STAND_IN, [question.stand_in, "--steps", "100"]
         caption = "This machine has fewer cores than workers: the stand-in sleeps for the compute times."
-    _, best = _strongest(plan)
+    _, best = strongest(plan)
     line = command(
         best.spec, script, arguments, verb="emulate", options=question.network
     )
