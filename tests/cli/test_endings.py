@@ -156,6 +156,19 @@ def test_a_reader_that_goes_ends_an_interpreter_in_silence():
         assert verb.wait(SECONDS) == 128 + signal.SIGPIPE
 
 
+def test_a_reader_that_goes_ends_a_worker_with_the_same_status(tmp_path):
+    """One that no launcher of paceline started: its own status tells who did not to start it again."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    script = tmp_path / "prints.py"
+    script.write_text(SCRIPTS["prints.py"])
+    worker = Job(["python", script], tmp_path, forked=True, pipe=pipe)
+    with pipe.open("rb", 0) as reader:
+        assert reader.readline() == b"0\n"  # and goes
+    assert worker.process.wait(SECONDS) == 128 + signal.SIGPIPE
+    assert worker.stderr == ""
+
+
 @pytest.mark.slow
 def test_a_comparison_that_is_killed_takes_its_variants_along(start):
     """And a launcher's workers: the kernel ends each process with its parent."""

@@ -35,6 +35,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from paceline.timeouts import from_environment, timeouts
 from tests.support import hanging
 
 PRELOADED = "tests.support.preloaded"
@@ -218,6 +219,13 @@ def _context() -> ForkServerContext:
     return context
 
 
+def take_environment(environment: Mapping[str, str]) -> None:
+    """Have this environment, and the `Timeouts` that a new interpreter would read from it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    vars(timeouts).update(vars(from_environment(environment)))
+
+
 def _become(
     words: list[str], folder: str, environment: dict[str, str], files: list[str]
 ) -> None:
@@ -233,8 +241,7 @@ def _become(
     sys.stderr = open(2, "w", closefd=False, buffering=1)  # noqa: SIM115
     signal.signal(signal.SIGINT, signal.default_int_handler)
     multiprocessing.set_start_method(None, force=True)
-    os.environ.clear()
-    os.environ.update(environment)
+    take_environment(environment)
     tempfile.tempdir = None
     os.chdir(folder)
     os._exit(end(status_of(words)))

@@ -108,8 +108,7 @@ class Start:
                 if int(number) > 2 and int(number) not in self.kept:
                     with contextlib.suppress(OSError):  # the listing's own
                         os.close(int(number))
-            os.environ.clear()
-            os.environ.update(self.environment)
+            forked.take_environment(self.environment)
             _spares.clear()
             tempfile.tempdir = None
             random.seed()

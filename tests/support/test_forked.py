@@ -1,6 +1,7 @@
 """Forked processes behave as those that ``python WORDS`` starts."""
 
 import json
+import os
 import signal
 
 import pytest
@@ -44,6 +45,20 @@ def test_a_script_finds_what_python_gives_it_and_torch(tmp_path):
         "main": True,
     }
     assert (done.returncode, done.stderr, end) == (0, "trouble\n", "the end")
+
+
+@pytest.mark.parametrize("starter", [[], ["-m", "tests.support.forking", "paceline"]])
+def test_time_outs_are_those_of_the_environment(starter, tmp_path):
+    """The server that all are forked from has read its own."""
+    text = "from paceline.timeouts import timeouts\nprint(timeouts.server_listen)\n"
+    words = ["run", "--workers=1"] if starter else []
+    environment = {"PACELINE_TIMEOUTS": "server_listen=7", "PATH": os.environ["PATH"]}
+    done = forked.run(
+        [*starter, *words, script(tmp_path, text)],
+        folder=tmp_path,
+        environment=environment,
+    )
+    assert "7.0" in done.stdout, done
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ just before that call.
 *Failure*: an uncaught exception, or ``sys.exit`` with another status. Collectives are impossible,
 since the other workers might not join them. So is a normal shutdown: a collective under way would
 delay it, or abort it. So the process ends at once, after Python's own clean-up, and sends the
-reason to the other workers (`peer_monitor`) and to the launcher.
+reason to the other workers (`peer_monitor`) and to the launcher. If the reader of the output has gone
+(``| head``), the process prints nothing and has a shell's status, 141.
 
 A bare ``raise SystemExit(3)`` looks like success: the worker continues with the others until they
 end, and then has status 3.
@@ -91,7 +92,9 @@ class ExitWatcher:
         ) -> None:
             interrupted = issubclass(kind, KeyboardInterrupt)
             unread = issubclass(kind, BrokenPipeError) and reader_has_gone()
-            status = 128 + signal.SIGINT if interrupted else 1
+            status = 1
+            if interrupted or unread:
+                status = 128 + (signal.SIGINT if interrupted else signal.SIGPIPE)
             cause = f"failed with {kind.__name__}: {error}"
             self._note_bad_end(status, "was interrupted" if interrupted else cause)
             if os.getpid() == self._process:
