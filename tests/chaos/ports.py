@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from paceline.collectives.in_network import wire
+from paceline.interfaces.consolidated_entry import ConsolidatedEntry
 from paceline.interfaces.server_messages import (
     PROTOCOL,
     AdoptState,
@@ -55,7 +56,6 @@ from paceline.interfaces.server_messages import (
     Unit,
     Update,
 )
-from paceline.interfaces.trainings import Place
 from paceline.methods.osp.measurement import WorkerReport, encode_report
 from paceline.runtimes.real import peer_monitor
 from paceline.runtimes.real.hang_report import Whereabouts
@@ -513,7 +513,7 @@ class FailureHubPort(Port):
         return Peer([peer], send)
 
     def _news(self) -> list[bytes]:
-        place = Place(training=0, count=1, half=3, how="inside")
+        entry = ConsolidatedEntry(training=0, count=1, half=3, how="inside")
         where = Whereabouts(step=1, waits=True, still=1e9, stack=["f"])
         notice = peer_monitor.FailureNotice
         return [
@@ -521,33 +521,35 @@ class FailureHubPort(Port):
             for words in (
                 notice(rank=0),
                 notice(rank=0, fault="failed", training=3),
-                notice(rank=0, place=place),
+                notice(rank=0, entry=entry),
                 notice(rank=0, where=where),
                 notice(rank=0, asks=True),
             )
         ]
 
     def work(self) -> None:
-        """Both ranks receive the place of the second one, and of no other one's death."""
+        """Both ranks receive the entry of the second one, and of no other one's death."""
         self.reported += 1
-        place = Place(training=7, count=self.reported, half=0, how="beyond")
-        words = peer_monitor.FailureNotice(rank=1, place=place)
+        entry = ConsolidatedEntry(training=7, count=self.reported, half=0, how="beyond")
+        words = peer_monitor.FailureNotice(rank=1, entry=entry)
         self.ranks[1].sendall(peer_monitor.line_of(words))
         for file in self.files:
-            self._check_notice(file, place)
+            self._check_notice(file, entry)
 
-    def _check_notice(self, file, place: Place) -> None:
+    def _check_notice(self, file, entry: ConsolidatedEntry) -> None:
         for line in file:
             news = msgspec.json.decode(line, type=peer_monitor.FailureNotice)
-            if (news.rank, news.place) == (1, place):
+            if (news.rank, news.entry) == (1, entry):
                 return
             assert news.rank == ROGUE or news.asks, f"a false alarm: {news}"
         raise EOFError("the hub has closed an honest rank's connection")
 
     def arrive(self) -> None:
         newcomer = self._join(ROGUE)
-        place = Place(training=8, count=next(self.numbers), half=0, how="left")
-        words = peer_monitor.FailureNotice(rank=0, place=place)
+        entry = ConsolidatedEntry(
+            training=8, count=next(self.numbers), half=0, how="left"
+        )
+        words = peer_monitor.FailureNotice(rank=0, entry=entry)
         newcomer.sendall(peer_monitor.line_of(words))
         received = exactly(newcomer, 1)
         assert received == b"{", received
