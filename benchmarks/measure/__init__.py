@@ -1,7 +1,7 @@
 """Measurements of speed, predictions and accuracy: ``python -m benchmarks.measure.NAME``.
 
 - `harness`: jobs of emulated hosts or processes, and sides that take turns in them.
-- Speed beside PyTorch DDP: `overhead`, `planned_buckets`, `ddp_comparison`, `exact_overlap`, `auto`, `gradient_hooks`.
+- Speed beside PyTorch DDP: `ddp_over_loopback`, `planned_buckets`, `ddp_over_emulated_links`, `exact_overlap`, `auto`, `gradient_hooks`.
 - Collectives and local updates: `collectives`, `local_updates`, `gloo_loops`, `compression`.
 - Servers and aggregators: `server`, `aggregator`.
 - Predictions: `agreement`, `regret`, `regret_emulated`, `simgrid_figures`, `virtual_scale`, `planning_time`.

@@ -4,9 +4,9 @@
     python -m benchmarks.measure.auto --cell exact-100 --rounds 4
     python -m benchmarks.measure.auto --table
 
-Cells `exact-1000` ... `exact-100`, and `lossy-100`: 8 emulated hosts, the model of `measure.ddp_comparison` (16 square
+Cells `exact-1000` ... `exact-100`, and `lossy-100`: 8 emulated hosts, the model of `measure.ddp_over_emulated_links` (16 square
 layers, 8 MB of gradients, 0.1 s forward and 0.2 s backward, paced). Auto trains alone until it has decided; what
-it chose and DDP's sides then take turns in blocks of steps, as in `measure.ddp_comparison`, whose sides these are.
+it chose and DDP's sides then take turns in blocks of steps, as in `measure.ddp_over_emulated_links`, whose sides these are.
 
 Cell `loopback`: two processes on this machine, real arithmetic. Auto's first thousand steps, all
 that it tries included, take turns with DDP's in blocks.
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
-from benchmarks.measure import ddp_comparison, harness
+from benchmarks.measure import ddp_over_emulated_links, harness
 from benchmarks.measure.harness import ddp, ours
 from paceline.cluster import uniform_cluster
 
@@ -65,14 +65,16 @@ def settle(side):
 
 def train(consistency, rounds, folder):
     """One emulated cell, on one worker."""
-    mine = ddp_comparison.Side("auto", wrap=auto(consistency, folder))
+    mine = ddp_over_emulated_links.Side("auto", wrap=auto(consistency, folder))
     settling = settle(mine)
     sides = [mine]
-    for cap in ddp_comparison.CAPS:
-        sides.append(ddp_comparison.Side(f"DDP, caps of {cap} MiB", wrap=ddp(cap)))
+    for cap in ddp_over_emulated_links.CAPS:
+        sides.append(
+            ddp_over_emulated_links.Side(f"DDP, caps of {cap} MiB", wrap=ddp(cap))
+        )
     for side in sides:
         side.block(2)
-    times = harness.take_turns(sides, rounds, ddp_comparison.BLOCK)
+    times = harness.take_turns(sides, rounds, ddp_over_emulated_links.BLOCK)
     said = [note for note in notes() if note.startswith("auto: ")]
     found = {
         "chosen": controller_of(mine.optimizer).present,

@@ -13,7 +13,7 @@ one rack at 0.1, 1, 10 and 25 Gbit/s, 50 us apart. Two columns for what coding t
     free    nothing: what its bytes alone gain; an accelerator codes in little more
 
 The large models' own computing is that of the built-in workloads (10 TFLOP/s, 32 samples a
-worker), so *core* is their worst case. `layers` is what `measure.ddp_comparison` trains; `digits` and
+worker), so *core* is their worst case. `layers` is what `measure.ddp_over_emulated_links` trains; `digits` and
 `bytes_lm` are the examples, profiled on one core of this machine.
 
 Both sides take DDP's buckets (buckets=ddp), and the second step counts, as it is like every later

@@ -12,7 +12,7 @@ times the computing (`papers.osp`). `workloads`: ResNet-50, VGG-16, BERT-base an
 25 Gbit/s. Seconds a step, over the last 20 of 80 steps: plans have been made and tried by then. The
 limit is computing, or what a ring puts on each link, whichever is longer.
 
-`--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`measure.ddp_comparison`); all sides live in one job
+`--emulated`: 8 MB, 0.1 s forward and 0.2 s backward, paced (`measure.ddp_over_emulated_links`); all sides live in one job
 and take turns in blocks of steps, and a block ends when all its means are in and applied.
 Its rows are stored, too: medians, and how far predictions are off.
 The prediction is the same script in virtual time, where `paceline probe` has said what a message
@@ -32,7 +32,12 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from benchmarks.measure import collectives, ddp_comparison, harness, overhead
+from benchmarks.measure import (
+    collectives,
+    ddp_over_emulated_links,
+    ddp_over_loopback,
+    harness,
+)
 from benchmarks.measure.harness import SETTLING_STEPS, alone, ddp, ours
 from benchmarks.papers import osp
 from benchmarks.papers.results import Results
@@ -166,7 +171,7 @@ class CompleteSide(harness.Side):
         return took.item() / dist.get_world_size()
 
 
-Side = partial(CompleteSide, make=ddp_comparison.make)
+Side = partial(CompleteSide, make=ddp_over_emulated_links.make)
 
 
 def sides(methods, with_ddp=True):
@@ -203,7 +208,7 @@ def emulated(links, rounds):
         said = predicted(probed)
         begin = time.monotonic()
         found = harness.on_emulated_hosts(cluster, train, rounds)
-        sent = 2 * 7 / 8 * ddp_comparison.BYTES / (mbit * 1e6 / 8)
+        sent = 2 * 7 / 8 * ddp_over_emulated_links.BYTES / (mbit * 1e6 / 8)
         limit = max(statistics.median(found[ALONE]), sent)
         best = min((n for n in found if "DDP" in n), key=lambda n: sum(found[n]))
         store(mbit, found, said, best, time.monotonic() - begin)
@@ -269,8 +274,8 @@ def ratio(mine, theirs):
 def loopback():
     """Between two processes of this machine, where little is to be gained: priority against
     bsp, in turn."""
-    for name, make in overhead.MODELS.items():
-        overhead.compare(
+    for name, make in ddp_over_loopback.MODELS.items():
+        ddp_over_loopback.compare(
             f"{name}, priority against bsp",
             make,
             *(ours(method="priority"), ours(method="bsp")),

@@ -27,7 +27,8 @@ from benchmarks.measure import (
     collectives,
     compression,
     compression_accuracy,
-    ddp_comparison,
+    ddp_over_emulated_links,
+    ddp_over_loopback,
     doctor,
     exact_overlap,
     faults,
@@ -35,7 +36,6 @@ from benchmarks.measure import (
     import_time,
     local_accuracy,
     local_updates,
-    overhead,
     planned_buckets,
     planning_time,
     regret,
@@ -485,24 +485,24 @@ def attacked_ports() -> list[str]:
 
 
 def ddp_exact() -> list[str]:
-    heads = ddp_comparison.heads("seconds per step (over the limit)")
-    return markdown(heads, ddp_comparison.exact_table())
+    heads = ddp_over_emulated_links.heads("seconds per step (over the limit)")
+    return markdown(heads, ddp_over_emulated_links.exact_table())
 
 
 def ddp_compression() -> list[str]:
-    heads = ddp_comparison.heads("seconds per step")
-    return markdown(heads, ddp_comparison.compression_table())
+    heads = ddp_over_emulated_links.heads("seconds per step")
+    return markdown(heads, ddp_over_emulated_links.compression_table())
 
 
 def overhead_steps() -> list[str]:
     heads = ("2 processes", "both with defaults", "added by the first 45 steps")
     heads += ("both with DDP's bucket sizes", "both with their best buckets")
-    return markdown(heads, overhead.table())
+    return markdown(heads, ddp_over_loopback.table())
 
 
 def overhead_others() -> list[str]:
     """Noise, the bucket plan, imports, and hooks over a whole step."""
-    steps, hooks = stored.Figures("overhead"), stored.Figures("gradient_hooks")
+    steps, hooks = stored.Figures("ddp_over_loopback"), stored.Figures("gradient_hooks")
     least, largest = (
         hooks.text(f"{gradient_hooks.WHOLE}, {end}", ".2g")
         for end in ("least", "largest")
@@ -510,8 +510,8 @@ def overhead_others() -> list[str]:
     rows = [
         [
             "largest difference between the steps of DDP and of a second copy of DDP",
-            steps.text(overhead.NOISE, ".0%"),
-            "`python -m benchmarks.measure.overhead`",
+            steps.text(ddp_over_loopback.NOISE, ".0%"),
+            "`python -m benchmarks.measure.ddp_over_loopback`",
         ],
         *planned_buckets.table(),
         *import_time.table(),

@@ -5,7 +5,7 @@
 
 Both sides are paceline: ``buckets="optimal"`` once it has settled (it keeps DDP's rule where
 a trial says that this is faster) and ``buckets="ddp"``. Sides take turns as in
-``overhead.py``, whose pairing and bounds these are.
+``ddp_over_loopback.py``, whose pairing and bounds these are.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import argparse
 import torch
 import torch.nn.functional as F
 
-from benchmarks.measure import overhead, stored
+from benchmarks.measure import ddp_over_loopback, stored
 from benchmarks.measure.harness import SETTLING_STEPS, example, on_processes, ours
 
 
@@ -37,14 +37,14 @@ def make_many():
 
 
 MODELS = {
-    "digits": overhead.make_digits,
+    "digits": ddp_over_loopback.make_digits,
     "bytes_lm": make_bytes_lm,
     "many": make_many,
 }
 
 
 def measure(name, pairs, steps):
-    return overhead.compare(
+    return ddp_over_loopback.compare(
         f"{name}, automatic plan against DDP's rule",
         MODELS[name],
         ours(buckets="optimal"),
@@ -87,7 +87,7 @@ def main():
     with stored.Store("planned_buckets", args.store) as store:
         for name in args.model or MODELS:
             found = on_processes(args.workers, measure, name, args.pairs, args.steps)
-            overhead.keep(store, f"{name}, {args.workers} processes", found)
+            ddp_over_loopback.keep(store, f"{name}, {args.workers} processes", found)
 
 
 if __name__ == "__main__":

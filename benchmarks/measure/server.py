@@ -13,7 +13,7 @@
   before the first message. Run on an idle machine, workers take its cores too.
 - *step*: bsp over a server against PyTorch DDP, 25 MB. The model has 16 equal layers and nothing to
   compute: all that is compared is moving and adding up. The server is a process of its own, beside
-  rank 0. Sides take turns in short blocks of steps in one job (see overhead.py).
+  rank 0. Sides take turns in short blocks of steps in one job (see ddp_over_loopback.py).
 - *memory*: peak resident memory of the server's process, less what it had when it was idle, with 4
   workers and a model of 100 MB. The bound: parameters + optimizer state + one accumulator + one bucket
   per worker each way, and n - 1 models more where sums go in rank order or a round waits for all its
@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from benchmarks.measure import overhead, stored
+from benchmarks.measure import ddp_over_loopback, stored
 from benchmarks.measure.harness import ddp, example, on_processes, ours
 from paceline.interfaces import Reply, Service, Work
 from paceline.interfaces.server_messages import Reduce, Reduced
@@ -202,7 +202,7 @@ def make_layers():
 
 
 def compare_steps(method, pairs, steps):
-    return overhead.compare(
+    return ddp_over_loopback.compare(
         f"{dist.get_world_size()} processes, {method}",
         make_layers,
         ours(method=method),
@@ -313,7 +313,7 @@ def step(options):
                 found = on_processes(
                     count, compare_steps, method, options.pairs, options.steps
                 )
-                overhead.keep(store, f"{count} processes, {method}", found)
+                ddp_over_loopback.keep(store, f"{count} processes, {method}", found)
 
 
 def memory(options):

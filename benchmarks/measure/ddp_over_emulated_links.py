@@ -1,8 +1,8 @@
 """Seconds a step beside PyTorch DDP and its hooks, on the same emulated network.
 
-    python -m benchmarks.measure.ddp_comparison                  # 8 hosts at 100, 200, 400 and 1000 Mbit/s
-    python -m benchmarks.measure.ddp_comparison --links 400 --rounds 3 --json
-    python -m benchmarks.measure.ddp_comparison --compression    # DDP's hooks, and ours
+    python -m benchmarks.measure.ddp_over_emulated_links                  # 8 hosts at 100, 200, 400 and 1000 Mbit/s
+    python -m benchmarks.measure.ddp_over_emulated_links --links 400 --rounds 3 --json
+    python -m benchmarks.measure.ddp_over_emulated_links --compression    # DDP's hooks, and ours
 
 The model is that of `examples/layers.py`, with square matrices, since PowerSGD sends vectors
 as they are: 16 of them, 8 MB of gradients, 0.1 s forward and 0.2 s backward, paced. All
@@ -203,7 +203,11 @@ COLUMNS = {"seconds": "s", "spread": "", "to_ddp": "", "bound_ratio": ""}
 
 
 def benchmark(compression):
-    return "ddp_comparison --compression" if compression else "ddp_comparison"
+    return (
+        "ddp_over_emulated_links --compression"
+        if compression
+        else "ddp_over_emulated_links"
+    )
 
 
 def row_name(what, column, mbit, workers=8):

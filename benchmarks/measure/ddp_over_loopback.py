@@ -1,7 +1,7 @@
 """Time per step over loopback against PyTorch DDP, 2 processes, in one job.
 
-    python -m benchmarks.measure.overhead            # both models
-    python -m benchmarks.measure.overhead --model layers --pairs 300
+    python -m benchmarks.measure.ddp_over_loopback            # both models
+    python -m benchmarks.measure.ddp_over_loopback --model layers --pairs 300
 
 Sides take turns in short blocks of steps, so that the machine's moods hit all of them; a
 ratio pairs neighbouring blocks. DDP has ``gradient_as_bucket_view=True``. Three comparisons:
@@ -159,7 +159,7 @@ TITLES = {
 
 def table():
     """Rows of the table of docs: a line for each model and run."""
-    figures = stored.Figures("overhead")
+    figures = stored.Figures("ddp_over_loopback")
     for name in MODELS:
         columns = [
             figures.runs(f"{name}, {what}")
