@@ -82,7 +82,8 @@ NAMES_A_PROCESS = re.compile(
     r"^paceline: .*(rank \d|worker \d|server|SIG[A-Z]+|aggregator|launcher|the process that holds)"
     r"|^process manager: a server"
     r"|Root Cause|Process \d+ got signal"  # these are torchrun's
-    r"|Too many open files|No space left on device",  # nobody else is at fault
+    r"|Too many open files|No space left on device"  # nobody else is at fault
+    r"|Failed to init uv loop",  # torchrun's, without descriptors
     re.MULTILINE,
 )
 

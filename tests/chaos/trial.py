@@ -72,7 +72,7 @@ class Trial:
         elif process := self._find(fault):
             with contextlib.suppress(ProcessLookupError, FileNotFoundError):
                 if fault.kind == "FILES":
-                    self._pass(fault, _exhaust(process))
+                    self._pass(fault, _exhaust(process, self.job))
                 else:
                     os.kill(process, getattr(signal, f"SIG{fault.kind}"))
                     self.landed.append(fault)
@@ -294,17 +294,23 @@ def _fill(place: Path) -> Callable[[], None]:
     return lambda: ballast.unlink(missing_ok=True)
 
 
-def _exhaust(process: int) -> Callable[[], None]:
-    """Let a process open no further descriptor; returns what permits it again."""
+def _exhaust(process: int, job: Job) -> Callable[[], None]:
+    """Let a process of a job open no further descriptor; returns what permits it again.
+
+    What it starts meanwhile inherits the limit, so this is permitted, too: the fault passes.
+    """
     opened = [int(name) for name in os.listdir(f"/proc/{process}/fd")]
     if not opened:
         raise ProcessLookupError  # It is ending.
     limit = resource.RLIMIT_NOFILE
     before = resource.prlimit(process, limit)
-    resource.prlimit(process, limit, (max(opened) + 1, before[1]))
+    lowered = max(opened) + 1, before[1]
+    resource.prlimit(process, limit, lowered)
 
     def permit() -> None:
-        with contextlib.suppress(ProcessLookupError):
-            resource.prlimit(process, limit, before)
+        for one in {process, *job.processes()}:
+            with contextlib.suppress(ProcessLookupError):
+                if resource.prlimit(one, limit) == lowered:
+                    resource.prlimit(one, limit, before)
 
     return permit

@@ -360,7 +360,15 @@ def test_a_disk_that_is_full_does_not_end_the_training(caplog):
     ring(talk)
     talk.snapshotter.finish()
     assert "no snapshot of step 1: no space left" in caplog.text
+    talk.now = 40.0
+    ring(talk)
+    talk.snapshotter.finish()
+    assert len(caplog.records) == 1  # nothing has changed
     talk.step(1)
+    talk.now = 60.0
+    ring(talk)
+    talk.snapshotter.finish()
+    assert "no snapshot of step 2" in caplog.text
 
 
 def test_two_servers_do_not_keep_one_snapshot(tmp_path):

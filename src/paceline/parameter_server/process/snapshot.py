@@ -179,6 +179,8 @@ class Snapshotter(Monitor):
         self._writer: threading.Thread | None = None
         self._fault: BaseException | None = None
         """An error of the writer other than a disk error."""
+        self._warned = ""
+        """The last warning: disk error and step."""
 
     def on_request(self, sender: Sender, message: Request, now: float) -> None:
         self._raise_fault()
@@ -249,10 +251,9 @@ class Snapshotter(Monitor):
             self._keep(self.path, saved)
             self._versions = versions
         except OSError as error:
-            log.warning(
-                "no snapshot of step %d: %s; the one before is kept",
-                saved["step"],
-                error,
-            )
+            failure = f"no snapshot of step {saved['step']}: {error}"
+            if failure != self._warned:  # not at each attempt while nothing changes
+                log.warning("%s; the one before is kept", failure)
+            self._warned = failure
         except BaseException as error:
             self._fault = error
