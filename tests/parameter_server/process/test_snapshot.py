@@ -364,8 +364,8 @@ def test_a_disk_that_is_full_does_not_end_the_training(caplog):
     ring(talk)
     talk.snapshotter.finish()
     assert len(caplog.records) == 1  # nothing has changed
+    talk.now = 80.0
     talk.step(1)
-    talk.now = 60.0
     ring(talk)
     talk.snapshotter.finish()
     assert "no snapshot of step 2" in caplog.text
