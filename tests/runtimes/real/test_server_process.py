@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import UsageError
-from paceline.runtimes.real.server_process import ServerProcess
+from paceline.runtimes.real.server_process import KilledAtStartError, ServerProcess
+from paceline.runtimes.real.supervisor import MOST_SERVER_STARTS, SupervisedServers
 from paceline.timeouts import timeouts
 
 
@@ -36,3 +37,32 @@ def test_a_server_that_does_not_start_is_told_apart_from_a_slow_one(
     ):
         process.listens()
     assert process.process.poll() is not None
+
+
+@pytest.mark.parametrize("deaths", [MOST_SERVER_STARTS - 1, MOST_SERVER_STARTS])
+def test_a_survived_job_s_server_that_is_killed_while_it_starts_is_started_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    deaths: int,
+) -> None:
+    """Of two group servers the second one is killed, so many times."""
+    stand_in = tmp_path / "python"
+    listens = """echo '{"type": "listening", "port": 9, "step": 4}'; cat > /dev/null"""
+    stand_in.write_text(
+        f"#!/bin/sh\ncase $* in *number=1*)\n  echo >> {tmp_path}/starts\n"
+        f"  [ $(wc -l < {tmp_path}/starts) -gt {deaths} ] || kill -9 $$;; esac\n{listens}\n"
+    )
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(stand_in))
+    servers = SupervisedServers(2, groups=2)
+    try:
+        if deaths == MOST_SERVER_STARTS:
+            with pytest.raises(KilledAtStartError, match="server 1 did not start"):
+                servers.start()
+        else:
+            assert servers.start() == 4
+    finally:
+        servers.close()
+    told = "server 1 was killed by SIGKILL while it started; it is started again"
+    assert capfd.readouterr().err.count(told) == MOST_SERVER_STARTS - 1

@@ -47,6 +47,10 @@ SERVER_ENVIRONMENT = {
 }
 
 
+class KilledAtStartError(UsageError):
+    """A signal ended a server before it listened: another attempt may succeed."""
+
+
 class ServerProcess:
     """A server as a child of this process; it ends when this process does."""
 
@@ -94,15 +98,17 @@ class ServerProcess:
         """Wait until its `port` is known.
 
         Returns the step from which it continues, 0 without a snapshot. Raises `UsageError` if it
-        does not start.
+        does not start: `KilledAtStartError` if a signal has ended it.
         """
         assert self.process.stdout is not None
         line = line_within(self.process.stdout, timeouts.server_start)
+        killed = False
         try:
             listening = msgspec.json.decode(line or b"", type=Listening)
         except msgspec.MsgspecError:
             self.close()
             fault = f"it ended with status {self.process.returncode}; see above for what it said"
+            killed = line is not None and self.process.returncode < 0
             if line is None:
                 fault = (
                     f"it said nothing within {timeouts.server_start:g} s, and was ended. On a busy "
@@ -111,6 +117,10 @@ class ServerProcess:
             listening = Listening(fault=fault)
         if listening.fault:
             self.close()
+            if killed:
+                raise KilledAtStartError(
+                    f"{self.name} did not start at {self._host}: {listening.fault}"
+                )
             raise UsageError(
                 f"{self.name} did not start at {self._host}: {listening.fault}"
             )

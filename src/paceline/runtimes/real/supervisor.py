@@ -72,6 +72,7 @@ from paceline.runtimes.real.server_process import (
     INCARNATION_VARIABLE,
     SILENT_VARIABLE,
     SURVIVE_VARIABLE,
+    KilledAtStartError,
     ServerProcess,
 )
 from paceline.runtimes.real.survive_policy import (
@@ -88,6 +89,8 @@ RESUME_VARIABLE = "PACELINE_RESUME"
 """Set to 1 to continue from the snapshot that an earlier job left."""
 SNAPSHOT_VARIABLE = "PACELINE_SNAPSHOT_SECONDS"
 _HOST = "127.0.0.1"
+MOST_SERVER_STARTS = 3
+"""A server that signals end so often before it listens ends the job."""
 _LOOK_SECONDS = 1.0
 """Longest time between two checks of all processes."""
 
@@ -440,15 +443,32 @@ class SupervisedServers:
         self, servers: Sequence[SupervisedServer], without: Sequence[int]
     ) -> int:
         """Start these servers in parallel; return the step from which they continue."""
-        started = []
         for server in servers:
-            process = server.process = self._process_of(server, without)
-            started.append((server, process))
-        step = max(process.listens() for _, process in started)
+            server.process = self._process_of(server, without)
+        step = max(self._listens(server, without) for server in servers)
         if len(self.each) > 1:
-            for server, process in started:
-                process.send(self._description(server))
+            for server in servers:
+                assert server.process is not None
+                server.process.send(self._description(server))
         return step
+
+    def _listens(self, server: SupervisedServer, without: Sequence[int]) -> int:
+        """Wait until a server listens; start it again if a signal ends it before."""
+        for attempt in range(1, MOST_SERVER_STARTS + 1):
+            assert server.process is not None
+            try:
+                return server.process.listens()
+            except KilledAtStartError:
+                if attempt == MOST_SERVER_STARTS:
+                    raise
+                status = server.process.process.returncode
+                print(
+                    f"paceline: {server.name} {how_it_ended(status)} while it started; "
+                    "it is started again",
+                    file=sys.stderr,
+                )
+                server.process = self._process_of(server, without)
+        raise AssertionError
 
     def _process_of(
         self, server: SupervisedServer, without: Sequence[int]
