@@ -53,13 +53,15 @@ def test_text_counts_as_the_stored_rows_do(agreement):
     stored, page = agreement.stored(), " ".join(PAGE.read_text().split())
     every = [row for rows in stored.values() for row in rows]
     cells, within, enough, middle = counted(agreement, every)
-    assert f"of {cells} cells, {within} are within 10 %" in page
-    assert f"{enough} within 10 % plus the spread" in page
+    assert f"compared {cells} cells" in page
+    assert f"In {within} of them the prediction is within 10 %" in page
+    assert f"in {enough} within 10 % plus the spread" in page
     assert f"off by {middle} % or less" in page
     held_out = stored["held-out"] + stored["held-out-cores"]
     cells, within, _, middle = counted(agreement, held_out)
     assert f"the {cells} held-out cells" in page
-    assert f"{within} are within 10 %, and half are off by {middle} % or less" in page
+    figures = f"Of these {cells} predictions, {within} are within 10 %, "
+    assert figures + f"and half are off by {middle} % or less" in page
     readme = (HOUSE / "README.md").read_text()
     cells, within, _, middle = counted(agreement, every)
     assert f"{cells} predicted step times" in readme
