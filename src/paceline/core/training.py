@@ -109,7 +109,7 @@ class Training:
         self._add_listeners()
         self._passes = BackwardPasses(context, driver, self.remote)
         self._handles = self._watch_model()
-        self._place_number = context.runtime.registry.consolidated_entries.add()
+        self._training_number = context.runtime.registry.consolidated_entries.add()
         if self.consolidates_together and self.comm.size > 1:
             driver.before_place = self._before_place
 
@@ -222,7 +222,7 @@ class Training:
     @progress.setter
     def progress(self, saved: dict[str, int]) -> None:
         self._driver.progress = saved
-        self._runtime.registry.consolidated_entries.begins_anew(self._place_number)
+        self._runtime.registry.consolidated_entries.begins_anew(self._training_number)
 
     # ---- calls of the wrapped optimizer ----
 
@@ -279,7 +279,7 @@ class Training:
         call this now, so no shadow collectives are needed.
         """
         self.finished = True
-        self._runtime.registry.consolidated_entries.leaves(self._place_number)
+        self._runtime.registry.consolidated_entries.leaves(self._training_number)
         if together:
             self._workers.anyone_active = False
         if self._reducer.in_backward and self._reducer.has_sent_some:
@@ -324,7 +324,7 @@ class Training:
     def abandon(self) -> None:
         """Discard a training that has done no step: another one will train the model."""
         self.finished, self._workers.active = True, False
-        self._runtime.registry.consolidated_entries.take_back(self._place_number)
+        self._runtime.registry.consolidated_entries.take_back(self._training_number)
         self.detach()
 
     def figures(self) -> dict[str, float]:
@@ -394,7 +394,7 @@ class Training:
     def _before_place(self, place: int) -> None:
         with self._fails_together():
             self._runtime.registry.consolidated_entries.goes_on(
-                self._place_number, place
+                self._training_number, place
             )
 
     @contextmanager
@@ -418,7 +418,7 @@ class Training:
         if self.consolidates_together and self.comm.size > 1:
             enter = partial(
                 self._runtime.registry.consolidated_entries.enter,
-                *(self._place_number, self._driver.place),
+                *(self._training_number, self._driver.place),
                 without_left=self._method.rounds.is_nonblocking,
             )
             with self._fails_together():

@@ -102,13 +102,15 @@ class ServerProcess:
         """
         assert self.process.stdout is not None
         line = line_within(self.process.stdout, timeouts.server_start)
-        killed = False
         try:
             listening = msgspec.json.decode(line or b"", type=Listening)
         except msgspec.MsgspecError:
             self.close()
             fault = f"it ended with status {self.process.returncode}; see above for what it said"
-            killed = line is not None and self.process.returncode < 0
+            if line is not None and self.process.returncode < 0:
+                raise KilledAtStartError(
+                    f"{self.name} did not start at {self._host}: {fault}"
+                ) from None
             if line is None:
                 fault = (
                     f"it said nothing within {timeouts.server_start:g} s, and was ended. On a busy "
@@ -117,10 +119,6 @@ class ServerProcess:
             listening = Listening(fault=fault)
         if listening.fault:
             self.close()
-            if killed:
-                raise KilledAtStartError(
-                    f"{self.name} did not start at {self._host}: {listening.fault}"
-                )
             raise UsageError(
                 f"{self.name} did not start at {self._host}: {listening.fault}"
             )

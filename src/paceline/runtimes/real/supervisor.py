@@ -454,21 +454,19 @@ class SupervisedServers:
 
     def _listens(self, server: SupervisedServer, without: Sequence[int]) -> int:
         """Wait until a server listens; start it again if a signal ends it before."""
-        for attempt in range(1, MOST_SERVER_STARTS + 1):
-            assert server.process is not None
+        process = server.process
+        assert process is not None
+        for _ in range(MOST_SERVER_STARTS - 1):
             try:
-                return server.process.listens()
+                return process.listens()
             except KilledAtStartError:
-                if attempt == MOST_SERVER_STARTS:
-                    raise
-                status = server.process.process.returncode
+                how = how_it_ended(process.process.returncode)
                 print(
-                    f"paceline: {server.name} {how_it_ended(status)} while it started; "
-                    "it is started again",
+                    f"paceline: {server.name} {how} while it started; it is started again",
                     file=sys.stderr,
                 )
-                server.process = self._process_of(server, without)
-        raise AssertionError
+                process = server.process = self._process_of(server, without)
+        return process.listens()
 
     def _process_of(
         self, server: SupervisedServer, without: Sequence[int]
