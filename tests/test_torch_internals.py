@@ -406,10 +406,12 @@ for thread in os.listdir("/proc/self/task"):
 @pytest.mark.skipif(
     not os.path.isdir("/proc/self/task"), reason="Linux lists threads there"
 )
-def test_keep_gloo_from_spinning():
-    command = [sys.executable, "-c", TWO_OF_GLOO]
-    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    found = [line.rsplit(maxsplit=1) for line in lines.splitlines()]
+def test_keep_gloo_from_spinning(tmp_path):
+    script = tmp_path / "two_of_gloo.py"
+    script.write_text(TWO_OF_GLOO)
+    done = forked.run([script])
+    assert done.returncode == 0, done.stderr
+    found = [line.rsplit(maxsplit=1) for line in done.stdout.splitlines()]
     loops = [batch for name, batch in found if name == "gloo_tcp_loop"]
     others = [batch for name, batch in found if name != "gloo_tcp_loop"]
     assert set(loops) == {"True"}
