@@ -122,6 +122,10 @@ STEADY: dict[str, tuple[list[tuple[str, object]], int, int, str]] = {
         [("plan", True), ("steps", 10)],
         *(10, 2, "figures are of 9 steps, from step 2 on: train for 11 or more"),
     ),
+    "one": (
+        [("plan", True), ("steps", 1)],
+        *(1, 0, "one step only: its figures include the start-up"),
+    ),
     "a plan that was tried": (
         [("plan", False), ("steps", 20), ("plan", True), ("steps", 20)],
         *(40, 22, ""),

@@ -251,17 +251,6 @@ def test_buckets_partition_the_tensors_whatever_the_times(
             assert plan_buckets(rule, step.sizes, step.kinds) == step.plan(rule)
 
 
-@given(
-    st.sampled_from(sorted(FIXED)),
-    st.lists(st.tuples(st.integers(0, 2 * MIB), st.sampled_from("abc")), max_size=30),
-)
-def test_fixed_rules_partition_the_tensors(
-    rule: str, members: list[tuple[int, str]]
-) -> None:
-    kinds = [kind for _, kind in members]
-    assert_partition(plan_buckets(rule, [size for size, _ in members], kinds), kinds)
-
-
 def test_without_start_up_a_bucket_per_tensor_is_optimal() -> None:
     for step in affine_cases(8, start_up=0.0):
         assert step.end_by("wfbp") == step.end_by("optimal") == step.end_by("mg-wfbp")

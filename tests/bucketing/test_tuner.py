@@ -27,7 +27,6 @@ from paceline.cluster import Workload
 from paceline.collectives.schedules import Ring
 from paceline.core import training
 from paceline.runtimes.simulated import ComputeModel
-from paceline.runtimes.simulated.launch import result_of
 from tests.bucketing.cases import (
     UNEVEN,
     Watched,
@@ -178,38 +177,6 @@ def test_one_worker_measures_nothing(rule, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    ("rule", "steps", "settled", "note"),
-    [
-        (
-            "optimal",
-            TRIED - 5,
-            False,
-            f"{TRIED - 5} steps did not reach steady state: buckets were",
-        ),
-        (
-            "optimal",
-            TRIED,
-            False,
-            f"{TRIED} steps did not reach steady state: buckets were still",
-        ),
-        ("optimal", TRIED + 1, True, "figures are of 1 step, from step "),
-        ("ddp", 1, False, "one step only: its figures include the start-up"),
-        ("ddp", 2, True, "figures are of 1 step, from step 2 on"),
-        ("ddp", 11, True, None),
-    ],
-)
-def test_a_result_says_whether_its_figures_are_of_steady_steps(
-    rule, steps, settled, note
-):
-    _, runtime = on(2, lambda rank: train_stand_in(UNEVEN, steps, buckets=rule))
-    result = result_of(runtime.result, cluster(rack(2)), ComputeModel())
-    assert result.steady is settled
-    said = result.cautions
-    assert said == result.notes[: len(said)]
-    assert [text.startswith(str(note)) for text in said] == [True] * bool(note)
-
-
 def test_figures_are_of_steady_steps():
     answers, runtime = on(2, lambda rank: train_stand_in(UNEVEN, 30))
     recorder = runtime.result.recorders[0]
@@ -225,24 +192,13 @@ NOISY = 0.1
 
 
 @pytest.mark.parametrize(
-    ("ratio", "better", "why"),
-    [
-        (0.999, True, "the plan is used"),
-        (1.0, False, "the plan is no faster, and DDP's rule is kept"),
-        (1.001, False, "the plan is no faster, and DDP's rule is kept"),
-    ],
-)
-def test_where_times_repeat_one_round_decides(
-    ratio: float, better: bool, why: str
-) -> None:
-    verdict = decide([ratio], 0.0)
-    assert verdict is not None
-    assert (verdict.better, verdict.why) == (better, why)
-
-
-@pytest.mark.parametrize(
     ("ratio", "spread", "why"),
     [
+        # Where times repeat one round decides.
+        (0.999, 0.0, "the plan is used"),
+        (1.0, 0.0, "the plan is no faster, and DDP's rule is kept"),
+        (1.001, 0.0, "the plan is no faster, and DDP's rule is kept"),
+        # Elsewhere a difference that is clear needs no second one.
         (0.90, 0.01, "the plan is clearly faster, and is used"),
         (1.10, 0.01, "the plan is clearly slower, and DDP's rule is kept"),
         (0.96, 0.001, None),  # not by much
@@ -250,11 +206,12 @@ def test_where_times_repeat_one_round_decides(
         (1.25, NOISY, None),
     ],
 )
-def test_what_is_clear_needs_no_second_round(
+def test_one_round_decides_where_times_repeat_or_the_difference_is_clear(
     ratio: float, spread: float, why: str | None
 ) -> None:
     verdict = decide([ratio], spread)
     assert (verdict and verdict.why) == why
+    assert verdict is None or verdict.better == (ratio < 1)
 
 
 @pytest.mark.parametrize(

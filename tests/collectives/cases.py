@@ -38,33 +38,6 @@ def skew(rank: int, step: int) -> None:
     paceline.pace(0.002 * ((rank + step) % 3))
 
 
-def two_rounds_run_in_the_order_of_issue(comm: Communicator) -> None:
-    order: list[int] = []
-    pendings = []
-    rank = comm.rank
-    own = buffers(rank)
-    for index, buffer in enumerate(own):
-
-        def second(index: int = index, buffer: torch.Tensor = buffer):
-            order.append(index)
-            buffer.mul_(comm.rank + 1)
-            return comm.all_reduce(buffer, "sum")
-
-        pendings.append(comm.all_reduce(buffer, "sum").then(second))
-        skew(rank, index)
-    other = torch.ones(5)
-    beside = comm.all_reduce(other, "sum")  # the first round's queue goes on
-    for pending in reversed(pendings):  # a later one before an earlier one
-        pending.wait()
-        pending.wait()
-    beside.wait()
-    assert other.tolist() == [3.0] * 5
-    assert order == list(range(BUCKETS))
-    for index, buffer in enumerate(own):
-        first = sum(r + index for r in range(3))
-        assert torch.equal(buffer, torch.full_like(buffer, 6.0 * first)), index
-
-
 def three_rounds_nested_and_in_a_row(comm: Communicator) -> None:
     rank = comm.rank
     nested, in_a_row = buffers(rank), buffers(rank)
@@ -267,21 +240,6 @@ def closing_drops_what_has_not_run(comm: Communicator) -> None:
     again.close()
 
 
-def tensors_that_need_gradients_are_sent(comm: Communicator) -> None:
-    weight = torch.nn.Parameter(torch.ones(4))
-    code = torch.empty(4)
-
-    def decode() -> None:
-        weight.data.copy_(code)
-        made.append((weight * 2).requires_grad)
-
-    made: list[bool] = []
-    code.copy_(weight.detach())
-    comm.all_reduce(code, "sum").then(decode).wait()
-    assert made == [False]
-    assert weight.tolist() == [3.0] * 4
-
-
 def averages_over_servers_can_be_followed(comm: Communicator) -> None:
     model = torch.nn.Linear(2, 1)
     optimizer = paceline.distribute(
@@ -313,7 +271,6 @@ def averages_over_servers_can_be_followed(comm: Communicator) -> None:
 
 
 WORKS = (
-    two_rounds_run_in_the_order_of_issue,
     three_rounds_nested_and_in_a_row,
     many_chains_begin_to_issue_at_once,
     a_group_s_result_goes_on_among_all,
@@ -321,7 +278,6 @@ WORKS = (
     an_error_of_a_work_reaches_wait,
     a_work_waits_for_nothing_and_makes_nothing,
     closing_drops_what_has_not_run,
-    tensors_that_need_gradients_are_sent,
     averages_over_servers_can_be_followed,
 )
 

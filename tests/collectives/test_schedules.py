@@ -17,7 +17,6 @@ from paceline.collectives.schedule_execution import (
     steps_of,
 )
 from paceline.collectives.schedules import (
-    Exchange,
     HalvingDoubling,
     Ring,
     Star,
@@ -103,35 +102,6 @@ def test_after_a_barrier_everyone_knows_of_everyone(n: int) -> None:
             knows[transfer.destination] |= before[transfer.source]
     assert knows == [everyone(n)] * n
     assert 2**schedule.steps >= n > 2**schedule.steps // 2
-
-
-_schedules = st.integers(1, 20).flatmap(
-    lambda n: st.one_of(
-        st.builds(Ring, st.just(n), st.integers(0, 10**6), st.integers(1, 2)),
-        st.builds(
-            Tree, st.just(n), st.integers(0, 99), st.integers(0, n - 1), st.booleans()
-        ),
-        st.builds(
-            Star, st.just(n), st.integers(0, 99), st.integers(0, n - 1), st.booleans()
-        ),
-        st.builds(all_to_all, st.just(n), st.integers(0, 99)),
-        st.just(barrier(n)),
-    )
-)
-
-
-@settings(max_examples=examples(300))
-@given(_schedules)
-def test_bytes_sent_are_the_sum_over_steps(
-    schedule: Ring | Tree | Star | Exchange,
-) -> None:
-    transfers = [t for number in range(schedule.steps) for t in schedule.step(number)]
-    assert all(0 <= t.source < schedule.ranks for t in transfers)
-    assert all(0 <= t.destination < schedule.ranks for t in transfers)
-    assert all(t.source != t.destination for t in transfers)
-    for rank in range(schedule.ranks):
-        sent = sum(t.size for t in transfers if t.source == rank)
-        assert schedule.bytes_sent(rank) == sent
 
 
 @pytest.mark.parametrize(
@@ -274,6 +244,8 @@ def _several(n: int) -> list[Schedule]:
         Ring(n, 1000),
         Ring(n, 10, rounds=1, gather=True, shift=2),
         Tree(n, 100),
+        Tree(n, 100, n - 1, reduce=True),
+        Star(n, 100, n // 2),
         Star(n, 100, gather=True),
         all_to_all(n, 10),
         barrier(n),
@@ -299,7 +271,10 @@ def test_a_rank_s_own_transfers_are_those_of_the_step_that_have_it(n: int) -> No
                         for of in (own, whole)
                     )
                     assert mine == theirs, (schedule, rank)
-                assert all(rank in (one.source, one.destination) for one in own)
+                for one in own:
+                    ends = {one.source, one.destination}
+                    assert len(ends) == 2
+                    assert rank in ends <= everyone(schedule.ranks)
             sent = sum(one.size for step in steps for one in step if one.source == rank)
             assert schedule.bytes_sent(rank) == sent
 

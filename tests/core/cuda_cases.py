@@ -40,8 +40,6 @@ MOVED = (
     "complex_parameters",
     "unused_parameters_change_from_step_to_step",
     "a_loss_that_reaches_no_parameter_on_one_rank",
-    "unused_everywhere_is_not_moved_by_decay",
-    "clipping_acts_on_the_mean",
     "non_finite_gradients_are_named_if_asked",
     "buffers_follow_the_setting",
     "uneven_means_are_over_those_who_train",

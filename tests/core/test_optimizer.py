@@ -15,22 +15,16 @@ from paceline.run_options import RunOptions
 from paceline.runtimes.join import join_runtime
 from paceline.testing import inspect
 from tests.support.simulations import run
-from tests.support.training import inputs, network
+from tests.support.training import flat, inputs, network, sgd
 
 EVERY_PLACE = ["bsp", "asp", "ssp", "osp", "osp:collective=native"]
 """Methods whose worker updates, whose server does, and that update by themselves."""
 
 
-def flat(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).clone()
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
 def given(model, optimizer=sgd, method="bsp"):
-    return paceline.distribute(model, optimizer(model), method=method, buckets="wfbp")
+    return paceline.distribute(
+        model, optimizer(model.parameters()), method=method, buckets="wfbp"
+    )
 
 
 def loss_of(model, rank, step):
@@ -89,8 +83,8 @@ def test_checks_are_made_with_a_closure_too():
     assert run(2, body) == [True, True]
 
 
-def lbfgs(model):
-    return torch.optim.LBFGS(model.parameters(), lr=0.3, max_iter=4)
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.3, max_iter=4)
 
 
 def test_an_optimizer_that_evaluates_several_times_uses_means():
@@ -99,7 +93,7 @@ def test_an_optimizer_that_evaluates_several_times_uses_means():
 
     def alone():
         model = network()
-        optimizer = lbfgs(model)
+        optimizer = lbfgs(model.parameters())
         for step in range(3):
 
             def closure(step=step):
@@ -139,7 +133,7 @@ def test_a_scheduler_that_steps_first_is_warned_of():
 
     def body(rank):
         model = network()
-        inner = sgd(model)
+        inner = sgd(model.parameters())
         schedule = torch.optim.lr_scheduler.StepLR(inner, 1)
         optimizer = paceline.distribute(model, inner, method="asp")
         schedule.step()
@@ -155,7 +149,7 @@ def test_an_optimizer_that_ignores_its_closure_is_refused():
             return super().step()
 
     def body(rank):
-        optimizer = given(network(), lambda m: Deaf(m.parameters(), lr=0.1))
+        optimizer = given(network(), lambda parameters: Deaf(parameters, lr=0.1))
         with pytest.raises(UsageError, match="Deaf"):
             optimizer.step(lambda: 0.0)
         optimizer.finish()
@@ -339,7 +333,9 @@ def test_who_looks_at_all_attributes_changes_nothing(method):
 
     def body(rank):
         model = network()
-        optimizer = paceline.distribute(model, sgd(model), method=method, clip_norm=1.0)
+        optimizer = paceline.distribute(
+            model, sgd(model.parameters()), method=method, clip_norm=1.0
+        )
         found = dict(getmembers(optimizer))
         assert not inspect(optimizer).uses_grad_scaler
         loss_of(model, rank, 0).backward()
@@ -355,7 +351,7 @@ def test_who_looks_at_all_attributes_changes_nothing(method):
 def test_a_scaler_is_seen_where_it_steps_the_optimizer(steps_alone):
     def body(rank):
         model = network()
-        optimizer = paceline.distribute(model, sgd(model), method="auto")
+        optimizer = paceline.distribute(model, sgd(model.parameters()), method="auto")
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(2):
             optimizer.zero_grad()

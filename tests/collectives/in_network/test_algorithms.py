@@ -18,7 +18,6 @@ from paceline.collectives.communicator import Communicator
 from paceline.collectives.in_network import algorithms
 from paceline.collectives.in_network.algorithms import BLOCK
 from paceline.collectives.in_network.fixed_point import (
-    NOT_FINITE,
     SMALLEST,
     FixedPoint,
     exponents_of,
@@ -356,19 +355,6 @@ def test_blocks_of_zeros_and_of_the_smallest_numbers():
     fixed = FixedPoint(4)
     numbers = fixed.to_numbers(fixed.to_integers(blocks, exponents), exponents)
     assert (numbers == blocks).all()
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 3e38])
-def test_what_no_integer_can_stand_for_is_nan_for_all(bad):
-    mine = np.array([[1.0, bad]], np.float32)
-    theirs = np.array([[1.0, 2.0]], np.float32)
-    assert exponents_of(mine).tolist() == [NOT_FINITE]
-    agreed = np.maximum(exponents_of(mine), exponents_of(theirs))
-    fixed = FixedPoint(2)
-    sums = summed_as_integers(fixed, [mine, theirs], agreed)
-    assert (sums == 0).all()
-    assert np.isnan(fixed.to_numbers(sums, agreed)).all()
-    assert np.isnan(fixed.bound(agreed)).all()
 
 
 def test_too_many_workers_are_refused():

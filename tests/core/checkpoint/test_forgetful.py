@@ -12,7 +12,6 @@ from paceline.errors import UsageError, WorkerFailedError
 from paceline.testing import Case
 from paceline.testing import method_checks as laws
 from tests.core.checkpoint.toys import (
-    LAWS,
     Averages,
     CountsRounds,
     Forgetful,
@@ -21,25 +20,10 @@ from tests.core.checkpoint.toys import (
     Pairs,
     Remembers,
     Shares,
-    kept_trials,
 )
-from tests.support import forked
 from tests.support.training import simulate
 
 BITS = [laws.state_survives_a_restart, laws.a_checkpoint_is_a_restart]
-
-
-@pytest.mark.parametrize("trial", kept_trials(2), ids=lambda trial: trial.name)
-def test_who_saves_its_state_keeps_all_laws(trial):
-    simulate(2, lambda rank: trial.run())
-
-
-@pytest.mark.slow
-def test_who_saves_its_state_keeps_all_laws_on_real_processes():
-    first, *_ = forked.run_together(2, ["-m", "tests.core.checkpoint.toys"])
-    lines = [f"{trial.name}: ok" for trial in kept_trials(2)]
-    assert len(lines) == 2 * len(LAWS)
-    assert set(lines) <= set(first.stderr.splitlines())
 
 
 @pytest.mark.parametrize("law", BITS, ids=lambda law: law.__name__)

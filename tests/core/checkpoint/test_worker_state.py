@@ -142,21 +142,6 @@ def test_each_worker_writes_its_own_and_rank_0_what_all_share(tmp_path):
     }
 
 
-def test_random_states_are_each_workers_own(tmp_path):
-    def body(rank):
-        _, optimizer = begin()
-        torch.manual_seed(rank)
-        paceline.save(tmp_path / "x")
-        drawn = torch.rand(3)
-        paceline.load(tmp_path / "x")
-        optimizer.finish()
-        return drawn.tolist(), torch.rand(3).tolist()
-
-    found = simulate(2, body)
-    assert [first for first, _ in found] == [second for _, second in found]
-    assert found[0] != found[1]
-
-
 def test_a_gpus_state_counts_where_one_is_in_use(monkeypatch):
     """A GPU's checkpoint is loaded without one, and one without a GPU's state on a GPU."""
     given, states = [], random_states()
@@ -382,29 +367,6 @@ def send(codes, part, name):
     """One tensor to itself, through a code; returns what arrives."""
     codes.sum(OneWorker(), part, [part], [name])
     return part
-
-
-@pytest.mark.parametrize("code", [Int8(), BF16()], ids=lambda code: code.name)
-def test_a_worker_goes_on_with_the_same_bits(code):
-    saver, codes = owner(
-        GradientCompression(code, error_feedback=True), rank=1, steps=3
-    )
-    loader, again = owner(GradientCompression(code, error_feedback=True), rank=1)
-    assert loader.name == saver.name == f"compression.{code.name}"
-    saved = saver.save()
-    assert set(saved) == {"weight", "bias"}
-    loader.load({name: _copied(state) for name, state in saved.items()})
-    for _ in range(3):
-        gradient = torch.randn(2, 2)
-        here = send(codes, gradient.clone(), "weight")
-        assert torch.equal(send(again, gradient.clone(), "weight"), here)
-        assert not torch.equal(here, gradient)
-
-
-def _copied(state):
-    if isinstance(state, dict):
-        return {key: _copied(value) for key, value in state.items()}
-    return state.clone() if isinstance(state, torch.Tensor) else state
 
 
 @pytest.mark.parametrize("workers", [1, 3, 4])

@@ -1,26 +1,13 @@
-"""Methods with a state of their own; also ``python -m tests.core.checkpoint.toys``, by which the
-ranks of a real job try those of them that save it."""
+"""Methods with a state of their own, and a compressor: some of them forget to save it."""
 
-import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
-import paceline
 from paceline.compression import BF16
 from paceline.interfaces import Rounds
 from paceline.methods.bsp import BSP, BSPWorker
-from paceline.testing import Case
-from paceline.testing.__main__ import run_table
-from paceline.testing.method_checks import trials
-
-LAWS = (
-    "state_survives_a_restart",
-    "a_checkpoint_is_a_restart",
-    "evaluations_change_nothing",
-    "evaluations_lose_nothing",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,22 +178,3 @@ class Hides(BF16):
         yield from super().average(parts, states, workers, sent)
         for rest, own in zip(left, sent, strict=True):
             rest.sub_(own)
-
-
-def kept_trials(workers):
-    """Those of restarts, for the toys that keep their state."""
-    cases = [Case(method=Shares()), Case(method=Averages())]
-    return [
-        trial
-        for trial in trials(workers, cases)
-        if trial.rule == "ddp" and trial.check.name in LAWS
-    ]
-
-
-def main():
-    paceline.init()
-    return run_table(kept_trials(paceline.world_size()), [])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

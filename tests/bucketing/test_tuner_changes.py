@@ -1,7 +1,10 @@
-"""What may happen in the middle of planning: data that ends, errors, another training."""
+"""What may happen while a tuner plans, and after it: data that ends, errors, another training; what changes
+for good is measured again, and what comes and goes is not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +13,8 @@ from torch import nn
 
 import paceline
 from paceline.bucketing import tuner
-from paceline.runtimes.simulated import ComputeModel
+from paceline.bucketing.tuner import PROFILED_STEPS, TRIAL_STEPS
+from paceline.runtimes.simulated import ComputeModel, Simulation
 from tests.bucketing.cases import (
     Watched,
     batch,
@@ -22,7 +26,7 @@ from tests.bucketing.cases import (
     sgd,
 )
 from tests.core.cases import assert_gradients, mean_gradients
-from tests.support.simulations import cluster, rack
+from tests.support.simulations import cluster, rack, run_on, simulation
 
 SLOW = cluster(rack(2, link=1.25e6))
 NOISY = ComputeModel(jitter=0.3, seed=2)
@@ -132,15 +136,26 @@ class Crossed(nn.Module):
         return loss
 
 
-def train_crossed(order, steps, check=False):
-    """What each rank saw of *steps*, whose tensors are used in ``order(rank, step)``."""
+def train_crossed(
+    order: Callable[[int, int], str],
+    steps: int = 110,
+    *,
+    seconds: Callable[[int], float] = lambda step: 0.0,
+    before: Callable[[Simulation, int], None] = lambda runtime, step: None,
+    check: bool = False,
+) -> list[Watched]:
+    """What each rank saw of *steps*, which compute for ``seconds(step)``, and whose tensors are used
+    in ``order(rank, step)``."""
+    runtime = simulation(SLOW)
 
     def body(rank: int) -> Watched:
         model = Crossed()
         optimizer = sgd(model)
         watched = Watched()
         for step in range(steps):
+            before(runtime, step)
             used = order(rank, step)
+            model.seconds = seconds(step) / 3
             if check:
                 expected = mean_gradients(
                     model, lambda m, r, step=step, used=used: m(batch(r, step), used)
@@ -153,7 +168,7 @@ def train_crossed(order, steps, check=False):
             note(watched, model, optimizer)
         return ended(watched, optimizer)
 
-    return on(SLOW, body)[0]
+    return run_on(runtime, body)
 
 
 def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
@@ -167,25 +182,121 @@ def test_ranks_that_differ_in_order_use_ddps_rule_and_say_so(capsys):
     assert line.endswith("DDP's rule is used")
 
 
+# ---- what changes after the plan's choice ----
+
+EVERY, WATCHED = 12, 4
+SETTLED = 1 + PROFILED_STEPS + 2 * TRIAL_STEPS
+"""Backward passes until the plan is chosen, where times are exact."""
+
+AGAIN = (
+    "paceline: bucketing: the order of gradients or the time of a step has changed: "
+    "measuring again"
+)
+
+
 @pytest.fixture
 def _watch_often(monkeypatch):
-    monkeypatch.setattr(tuner.watch, "every", 8)
-    monkeypatch.setattr(tuner.watch, "steps", 4)
+    monkeypatch.setattr(tuner.watch, "every", EVERY)
+    monkeypatch.setattr(tuner.watch, "steps", WATCHED)
 
 
-@pytest.mark.usefixtures("_watch_often")
+watch_often = pytest.mark.usefixtures("_watch_often")
+
+
+@watch_often
 def test_an_order_that_varies_is_not_measured_again_and_again(capsys):
     train_crossed(lambda rank, step: ("abc", "cab")[step % 2], 80)
     assert "measuring again" not in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_watch_often")
+@watch_often
 def test_a_tensor_that_is_never_used_is_planned_for_and_no_reason_to_measure(capsys):
     answers = train_crossed(lambda rank, step: "ca", 60)
     names = [name for group in answers[0].plan for name in group]
     assert names == ["c", "a", "b"]
     (line,) = capsys.readouterr().err.splitlines()
     assert "planned from measured times" in line
+
+
+def train(
+    seconds: Callable[[int], float], order: Callable[[int], str], **options: Any
+) -> Watched:
+    """Steps that both ranks take alike."""
+    first, second = train_crossed(
+        lambda rank, step: order(step), seconds=seconds, **options
+    )
+    assert first.groups == second.groups
+    assert torch.equal(first.parameters[-1], second.parameters[-1])
+    return first
+
+
+@watch_often
+def test_what_does_not_change_is_measured_once(capsys):
+    watched = train(lambda step: 0.1, lambda step: "abc")
+    assert AGAIN not in capsys.readouterr().err
+    assert len({tuple(groups) for groups in watched.groups[SETTLED:]}) == 1
+    assert len(set(watched.bytes_sent[SETTLED + EVERY + 1 :: EVERY])) == 1
+
+
+@watch_often
+@pytest.mark.parametrize("factor", [0.3, 3.0])
+def test_a_step_that_takes_another_time_for_good_is_measured_again_once(factor, capsys):
+    watched = train(
+        lambda step: 0.1 * (factor if step >= 30 else 1), lambda step: "abc"
+    )
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count(AGAIN) == 1
+    # measured again: settled after two strange windows, and then for good
+    assert 30 + EVERY < watched.settled_after <= 30 + 3 * EVERY + SETTLED
+    assert len(lines) == 3  # a trial, the change, and a trial again
+
+
+@watch_often
+def test_a_network_that_slows_down_for_good_is_measured_again_once(capsys):
+    def slow_down(runtime: Simulation, step: int) -> None:
+        if step == 30:
+            for link in range(len(runtime.cluster.capacities)):
+                runtime.links.set_capacity(link, 0.2 * runtime.cluster.capacities[link])
+
+    train(lambda step: 0.01, lambda step: "abc", before=slow_down)
+    assert capsys.readouterr().err.splitlines().count(AGAIN) == 1
+
+
+@watch_often
+def test_an_order_that_flips_for_good_is_measured_again_once(capsys):
+    watched = train(lambda step: 0.1, lambda step: "abc" if step < 30 else "bca")
+    assert capsys.readouterr().err.splitlines().count(AGAIN) == 1
+    assert [name for group in watched.plan for name in group] == ["b", "c", "a"]
+
+
+def window(number: int) -> range:
+    """The steps, counted from 0, that are watched in a window after the plan's choice."""
+    end = SETTLED + (number + 1) * EVERY
+    return range(end - WATCHED, end)
+
+
+@watch_often
+@pytest.mark.parametrize("what", ["time", "order"])
+def test_what_lasts_for_one_window_at_a_time_is_left_alone(what, capsys):
+    odd = [*window(2), *window(4)]
+    watched = train(
+        lambda step: 0.3 if what == "time" and step in odd else 0.1,
+        lambda step: "bca" if what == "order" and step in odd else "abc",
+    )
+    assert AGAIN not in capsys.readouterr().err
+    assert watched.settled_after == SETTLED
+
+
+@watch_often
+@pytest.mark.parametrize("what", ["time", "order"])
+def test_two_windows_in_a_row_are_a_change(what, capsys):
+    """The same, but the next window too: so the last test did hit its window."""
+    odd = [*window(2), *window(3)]
+    train(
+        lambda step: 0.3 if what == "time" and step in odd else 0.1,
+        lambda step: "bca" if what == "order" and step in odd else "abc",
+    )
+    assert AGAIN in capsys.readouterr().err
 
 
 # ---- errors, other forward passes, other trainings ----
