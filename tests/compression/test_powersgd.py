@@ -302,26 +302,6 @@ def test_bytes_of_factors(code, sent):
     assert [sum(sizes) / 4 for sizes in zip(*seen, strict=True)] == said
 
 
-# ---- starts ----
-
-
-@dataclass(frozen=True, kw_only=True)
-class Unshared(PowerSGD):
-    """Each worker begins with factors of its own."""
-
-    def init_state(self, like, name, rank):
-        return super().init_state(like, f"{name} {rank}", rank)
-
-
-def test_starts_are_shared():
-    workers = Workers(PowerSGD(), drawn(1)[0], 2)
-    one, again = (workers.mean(drawn(2)).results for _ in range(2))
-    assert torch.equal(one[0][0], one[1][0])
-    assert largest([one[0][0] - again[0][0]]) > 0.1
-    broken = Workers(Unshared(), drawn(1)[0], 2).mean(drawn(2)).results
-    assert largest([broken[0][0] - broken[1][0]]) > 0.1
-
-
 def test_factors_turn_towards_what_is_large():
     """One gradient, again and again: it ends with its best approximation."""
     generator = torch.Generator().manual_seed(0)

@@ -197,7 +197,6 @@ def test_what_is_not_finite_shows_in_bins(bad):
 
 
 SHAPES = ((6, 5), (40, 30), (7,), (2, 9, 70))
-SPARSE = ("top-k", "gd-top-k", "dgc", "ef21")
 
 
 def doubles(workers, seed=0, shapes=SHAPES):

@@ -27,21 +27,13 @@ from paceline.transport.listener import ServerListener
 from paceline.transport.protocol import ServiceKey
 from tests.support.processes import wait_until
 from tests.support.server_jobs import SECONDS, TOKEN, time_limit
+from tests.support.server_talk import HOW
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/fd").exists(), reason="needs /proc"
 )
 
-HOW = [
-    {
-        "lr": 0.1,
-        "momentum": 0.9,
-        "dampening": 0,
-        "weight_decay": 0,
-        "nesterov": False,
-        "maximize": False,
-    }
-]
+SGD = [HOW["SGD"]]
 
 
 @pytest.fixture(autouse=True)
@@ -112,11 +104,11 @@ def train(process, machines, training):
         units=[[Unit(0, 0, 1000, 0, (1000,))]],
         dtypes=["float32"],
         optimizer="SGD",
-        hyperparameters=HOW,
+        hyperparameters=SGD,
     )
     end.request(join).wait()
     end.request(Load(bucket=0), torch.zeros(1000)).wait()
-    push = Push(step=0, bucket=0, weight=1, used=[True], hyperparameters=HOW)
+    push = Push(step=0, bucket=0, weight=1, used=[True], hyperparameters=SGD)
     end.request(push, torch.ones(1000), torch.empty(1000)).wait()
     machine = machines[-1]
     store = machine().shard.store

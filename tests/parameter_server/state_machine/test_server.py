@@ -435,17 +435,6 @@ def test_sums_have_the_same_bits_in_any_order(arrivals: tuple[int, ...]) -> None
         assert torch.equal(answer.payload, expected)
 
 
-def test_a_mean_is_divided_by_who_is_in() -> None:
-    case = Case(workers=3)
-    for worker in range(3):
-        case.ask(worker, Join(options=""))
-    message = Reduce(channel="", number=0, operation="mean")
-    case.ask(0, message, torch.tensor([2.0]))
-    case.ask(1, message, torch.tensor([4.0]))
-    answers = case.server.on_worker_lost(2, 0, 0.0)
-    assert [a.payload.tolist() for a in answers if a.payload is not None] == [[3.0]] * 2
-
-
 def test_reductions_that_do_not_match() -> None:
     case = Case(workers=2)
     for worker in range(2):

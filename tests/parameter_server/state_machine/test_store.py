@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 
 from paceline.errors import UsageError
 from paceline.interfaces import Work
@@ -209,11 +210,11 @@ def test_state_moves_to_another_store(name: str) -> None:
     for part, bucket in ones.parts():
         old, new = ones.stores[part.shard], others.stores[part.shard]
         assert torch.equal(old.flats[bucket.index], new.flats[bucket.index])
-        for (entries, flat), (entries2, flat2) in [
-            (old.state(bucket.index), new.state(bucket.index))
-        ]:
-            assert entries == entries2
-            assert torch.equal(flat, flat2)
+        (entries, flat), (moved, moved_flat) = (
+            store.state(bucket.index) for store in (old, new)
+        )
+        assert entries == moved
+        assert torch.equal(flat, moved_flat)
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:
@@ -264,44 +265,31 @@ def test_snapshots_are_shared_and_never_written() -> None:
     assert not torch.equal(store.parameters(0), kept)
 
 
-SGD: dict[str, Any] = {"lr": 0.1}
-
-
 @pytest.mark.parametrize(
-    ("join", "words"),
+    ("changes", "words"),
     [
-        (Join(options="", optimizer="LBFGS"), "'LBFGS'"),
-        (Join(options="", optimizer="SGD", dtypes=["float32"]), "0 buckets with 1 dtypes"),
-        (
-            Join(options="", optimizer="SGD", units=[[]], dtypes=["float8"]),
-            "expected a dtype of",
-        ),
-        (
-            Join(options="", optimizer="SGD", units=[[]], dtypes=["int64"]),
-            "got int64",
-        ),
-        (
-            Join(options="", optimizer="SGD", units=[[Unit(0, 3, 3, 0)]], dtypes=["float32"], hyperparameters=[SGD]),
-            "a part of",
-        ),
-        (
-            Join(options="", optimizer="SGD", units=[[Unit(0, 0, 3, 1)]], dtypes=["float32"], hyperparameters=[SGD]),
-            "a part of",
-        ),
-        (
-            Join(options="", optimizer="SGD", units=[[Unit(0, 0, 3, 0, (2, 2))]], dtypes=["float32"], hyperparameters=[SGD]),
-            "a part of",
-        ),
-        (
-            Join(options="", optimizer="Muon", units=[[Unit(0, 0, 3, 0)]], dtypes=["float32"], hyperparameters=[SGD]),
-            "Muon cannot be made",
-        ),
-        (Join(options="", optimizer="SGD"), "SGD cannot be made"),
+        ({"optimizer": "LBFGS"}, "'LBFGS'"),
+        ({"units": []}, "0 buckets with 1 dtypes"),
+        ({"dtypes": ["float8"]}, "expected a dtype of"),
+        ({"dtypes": ["int64"]}, "got int64"),
+        ({"units": [[Unit(0, 3, 3, 0)]]}, "a part of"),
+        ({"units": [[Unit(0, 0, 3, 1)]]}, "a part of"),
+        ({"units": [[Unit(0, 0, 3, 0, (2, 2))]]}, "a part of"),
+        ({"optimizer": "Muon"}, "Muon cannot be made"),
+        ({"units": [], "dtypes": [], "hyperparameters": []}, "SGD cannot be made"),
     ],
-)  # fmt: skip
-def test_descriptions_without_sense(join: Join, words: str) -> None:
+)
+def test_descriptions_without_sense(changes: dict[str, Any], words: str) -> None:
+    join = Join(
+        options="",
+        optimizer="SGD",
+        units=[[Unit(0, 0, 3, 0)]],
+        dtypes=["float32"],
+        hyperparameters=[{"lr": 0.1}],
+    )
+    Store(join)
     with pytest.raises(UsageError, match=words):
-        Store(join)
+        Store(structs.replace(join, **changes))
 
 
 def test_hyperparameters_must_be_all_there() -> None:
