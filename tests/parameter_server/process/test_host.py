@@ -157,7 +157,8 @@ def test_nothing_is_left_of_a_training_that_has_ended(process, machines, ends, c
             ended = process.ended.get(timeout=SECONDS)
             assert ended == (training, ends is goodbye)
             assert [reference() for reference in held] == [None] * 3
-            wait_until(lambda: descriptors() == before, SECONDS, "sockets to be closed")
+            # Fewer where the first training's sockets were still open when they were counted.
+            wait_until(lambda: descriptors() <= before, SECONDS, "sockets to be closed")
     finally:
         gc.enable()
     assert ("my fault" in caplog.text) == (ends is failed)
