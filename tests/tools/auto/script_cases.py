@@ -1,6 +1,7 @@
 """What scripts do around steps, under a method that changes; each runs on all workers."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 import paceline
 from paceline.errors import GradientError
 from paceline.runtimes.join import join_runtime
-from tests.support.training import inputs
+from paceline.testing import method_checks, script_checks
+from paceline.testing.cases import Case
+from tests.support.training import inputs, sgd
 from tests.tools.auto.cases import (
     Scripted,
     assert_equal_everywhere,
@@ -16,37 +19,34 @@ from tests.tools.auto.cases import (
     changing,
     flat,
     follows,
-    normalized,
     one_step,
 )
 
-TURNS = {2: "dear", 4: "bsp:collective=tree", 6: "osp:collective=native,defer=nothing"}
+TURNS = {1: "dear", 2: "bsp:collective=tree", 4: "osp:collective=native,defer=nothing"}
+SWITCHES = Case(method=changing(TURNS, meets=True))
+LAWS = {
+    law.__name__: partial(law, SWITCHES, "ddp")
+    for law in (
+        script_checks.script_idioms,
+        script_checks.a_scaler_leaves_out_infinite_gradients,
+        script_checks.gradients_are_clipped_once,
+        script_checks.buffers_follow_the_policy,
+        method_checks.evaluations_lose_nothing,
+    )
+}
+"""The conformance kit's laws about scripts, of a method that changes after steps 1, 2 and 4."""
 
 
-def both(train, turns=TURNS, tolerance=1e-6, **options):
-    """*train* does the same under bsp and under methods in turn."""
+def same_as_bsp(train, scripted, optimizer=sgd):
+    """*train* does the same under bsp and under the methods that *scripted* names."""
     ends = []
-    for method in ("bsp", changing(turns, True) if isinstance(turns, dict) else turns):
-        net, wrapped = begun(method, **options)
+    for method in ("bsp", follows(scripted)):
+        net, wrapped = begun(method, optimizer)
         train(net, wrapped)
         wrapped.finish()
         assert_equal_everywhere(flat(net))
         ends.append(flat(net))
-    assert torch.allclose(*ends, atol=tolerance)
-    return ends[1]
-
-
-def gradients_are_accumulated_and_clipped():
-    def train(net, wrapped):
-        for step in range(9):
-            wrapped.zero_grad(set_to_none=step % 2 == 0)
-            with wrapped.no_sync():
-                net(inputs(paceline.rank(), step)).square().mean().backward()
-            net(inputs(paceline.rank(), step + 50)).square().mean().backward()
-            wrapped.step()
-
-    free, clipped = both(train), both(train, clip_norm=0.05)
-    assert not torch.allclose(free, clipped, atol=1e-3)
+    assert torch.allclose(*ends, atol=1e-6)
 
 
 def schedulers_count_all_steps():
@@ -58,7 +58,7 @@ def schedulers_count_all_steps():
         assert wrapped.param_groups[0]["lr"] == pytest.approx(0.1 / 8)
         assert wrapped.steps_of_all >= 9
 
-    both(train)
+    same_as_bsp(train, Scripted(TURNS, meets=True))
 
 
 def a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early():
@@ -71,18 +71,14 @@ def a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early():
             torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
             wrapped.step()
 
-    ends = []
-    for method in ("bsp", follows(scripted)):
-        net, wrapped = begun(method)
-        train(net, wrapped)
-        wrapped.finish()
-        ends.append(flat(net))
-    assert torch.allclose(*ends, atol=1e-6)
+    same_as_bsp(train, scripted)
     assert [spec for spec, _ in scripted.refused] == ["osp", "osp:collective=native"]
     assert all("clip" in why for _, why in scripted.refused)
 
 
-def a_scaler_skips_the_same_steps():
+def a_scaled_training_is_not_sent_to_what_updates_by_itself():
+    scripted = Scripted({2: "local-sgd:sync_every=2", 5: "osp:collective=native"})
+
     def train(net, wrapped):
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         for step in range(9):
@@ -95,13 +91,13 @@ def a_scaler_skips_the_same_steps():
             scaler.update()
         assert scaler.get_scale() == 2.0
 
-    both(train, {2: "dear", 4: "priority"})
-    scripted = Scripted({2: "local-sgd:sync_every=2", 5: "osp:collective=native"})
-    both(train, follows(scripted))
+    same_as_bsp(train, scripted)
     assert ["GradScaler" in why for _, why in scripted.refused] == [True, True]
 
 
-def closures_are_evaluated():
+def an_optimizer_that_evaluates_again_is_not_sent_to_what_sends_late():
+    scripted = Scripted({2: "dear", 3: "bsp:buckets=wfbp"})
+
     def train(net, wrapped):
         for step in range(8):
 
@@ -113,28 +109,18 @@ def closures_are_evaluated():
 
             wrapped.step(closure)
 
-    both(train)
-    scripted = Scripted({2: "dear", 3: "bsp:buckets=wfbp"})
-    for method in ("bsp", follows(scripted)):
-        net, wrapped = begun(method, lambda p: torch.optim.LBFGS(p, max_iter=3))
-        train(net, wrapped)
-        wrapped.finish()
-        assert_equal_everywhere(flat(net))
+    same_as_bsp(train, scripted, lambda p: torch.optim.LBFGS(p, max_iter=3))
     assert [spec for spec, _ in scripted.refused] == ["dear"]
 
 
-def results_are_looked_at_in_between():
-    def train(net, wrapped):
-        for step in range(9):
-            one_step(net, wrapped, step)
-            if step in (1, 2, 5):
-                with wrapped.consolidated(), torch.no_grad():
-                    assert_equal_everywhere(flat(net))
-                    net(inputs(0, 99))
-
-    both(train)
+def a_look_in_between_finds_one_model_on_all_workers():
     net, wrapped = begun(changing({2: "diloco:sync_every=2", 6: "bsp"}))
-    train(net, wrapped)
+    for step in range(9):
+        one_step(net, wrapped, step)
+        if step in (1, 2, 5):
+            with wrapped.consolidated(), torch.no_grad():
+                assert_equal_everywhere(flat(net))
+                net(inputs(0, 99))
     wrapped.finish()
 
 
@@ -168,21 +154,6 @@ def samplers_weigh_uneven_shares():
         return flat(net)
 
     assert torch.allclose(train("bsp"), train(changing(TURNS)), atol=1e-6)
-
-
-def statistics_of_batches_go_on():
-    ends = []
-    for method in ("bsp", changing({2: "dear", 5: "bsp:buckets=wfbp"})):
-        net = normalized()
-        plain = torch.optim.SGD(net.parameters(), lr=0.1)
-        wrapped = paceline.distribute(net, plain, method=method, buckets="ddp")
-        for step in range(8):
-            one_step(net, wrapped, step)
-        wrapped.finish()
-        buffers = [buffer.float().flatten() for buffer in net.buffers()]
-        assert_equal_everywhere(torch.cat(buffers))
-        ends.append(torch.cat(buffers))
-    assert torch.allclose(*ends, atol=1e-6)
 
 
 def a_loop_is_left_before_the_last_step():
@@ -224,18 +195,16 @@ def a_gradient_that_is_not_finite_is_named_under_each_method():
     join_runtime().registry.trainings.clear()
 
 
-CASES = {
+CASES = LAWS | {
     case.__name__: case
     for case in (
-        gradients_are_accumulated_and_clipped,
         schedulers_count_all_steps,
         a_script_that_clips_by_itself_is_not_sent_to_what_sends_gradients_early,
-        a_scaler_skips_the_same_steps,
-        closures_are_evaluated,
-        results_are_looked_at_in_between,
+        a_scaled_training_is_not_sent_to_what_updates_by_itself,
+        an_optimizer_that_evaluates_again_is_not_sent_to_what_sends_late,
+        a_look_in_between_finds_one_model_on_all_workers,
         two_optimizers_change_by_themselves,
         samplers_weigh_uneven_shares,
-        statistics_of_batches_go_on,
         a_loop_is_left_before_the_last_step,
     )
 }
