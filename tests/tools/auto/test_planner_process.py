@@ -18,9 +18,9 @@ from paceline.tools.auto.planner_process import (
     optimizer_like,
     worth_trying,
 )
-from paceline.tools.plan.estimates import Baseline, Estimate, Plan
 from tests.support import forked
 from tests.support.processes import python_path
+from tests.tools.plan import helpers
 from tests.tools.plan.helpers import cluster, layers
 
 MORE_THAN_A_PIPE_HOLDS = 2**16
@@ -37,32 +37,8 @@ def question(**changes):
     return Question(**(known | changes))
 
 
-def row(spec, seconds, consistency="exact", **changes):
-    return Estimate(
-        spec=spec,
-        consistency=consistency,
-        step_seconds=seconds,
-        **(
-            {"compute_seconds": 0, "exposed_seconds": 0, "buckets": 1}
-            | {"bytes_sent": 1.0}
-            | changes
-        ),
-    )
-
-
-def plan_of(*rows):
-    return Plan(
-        cluster="",
-        workload="",
-        baseline=Baseline(
-            workers=2,
-            batch=None,
-            single=row("one machine", 2.0),
-            lower_bound_seconds=0.5,
-        ),
-        estimates=tuple(sorted(rows, key=lambda row: row.step_seconds)),
-        infeasible=(),
-    )
+def row(spec, seconds, consistency="exact", **others):
+    return helpers.row(spec, consistency, seconds, **others)
 
 
 @pytest.mark.slow
@@ -89,7 +65,8 @@ PRESENT = Predicted(spec="bsp", consistency="exact", seconds=1.0)
 
 
 def chosen(rows, allowed=("exact", "delayed", "lossy")):
-    return [row.spec for row in worth_trying(plan_of(*rows), allowed, PRESENT)]
+    plan = helpers.made(*sorted(rows, key=lambda row: row.step_seconds))
+    return [row.spec for row in worth_trying(plan, allowed, PRESENT)]
 
 
 def test_only_what_is_clearly_faster_is_tried_the_fastest_first():

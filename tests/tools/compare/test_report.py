@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
@@ -370,15 +369,3 @@ def test_in_few_points_one_that_is_no_number_hides_no_others() -> None:
     few = thinned(Curve([float(i) for i in range(9)], values), most=3)
     assert few.seconds == [1.0, 4.0, 7.0]
     assert few.values == pytest.approx([2.0, math.nan, 6.0], nan_ok=True)
-
-
-# ---- the page ----
-
-
-def test_the_page_has_all_of_it(tmp_path: Path) -> None:
-    page = three().write(tmp_path, "a title", "paceline compare x").read_text()
-    for words in ("a title", "paceline compare x", "Shortest step: bsp", "vs. first"):
-        assert words in page
-    assert page.count("2-bsp-buckets-wfbp.trace.json") == 1
-    assert '"steps":' not in page
-    assert page.count("<picture>") == 3

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+
 from paceline.cluster import Workload, uniform_cluster
 from paceline.interfaces import CONSISTENCIES
 from paceline.records import STEP_ROW, Span, StepRecord
 from paceline.tools.doctor.diagnosis import Diagnosis, Fault
 from paceline.tools.doctor.report import doctor_report
-from paceline.tools.plan.estimates import Baseline, Estimate, Infeasible, Plan
+from paceline.tools.plan.estimates import Infeasible
 from paceline.tools.plan.report import Question, plan_report
 from paceline.tools.plan.what_if import (
     RATES,
@@ -23,6 +25,7 @@ from paceline.tools.report.html import NAME, write_page
 from paceline.tools.report.timeline import Step, typical_step
 from tests.tools.compare.cases import three
 from tests.tools.doctor.synthetic import Site
+from tests.tools.plan.helpers import made, row
 
 WILD = "</script><b>\"'&漢 \u2028"
 """What a script's name may hold, and a page must keep."""
@@ -35,29 +38,18 @@ def compared(folder: Path) -> Path:
 
 
 def planned(folder: Path) -> Path:
-    """A row of each class; one was cut, one does not know its samples."""
+    """A row of each class, of which one was rejected after its short run."""
     rows = [
         row("bsp", "exact", 0.2),
         row("bsp:buckets=ddp", "exact", 0.3),
         row("osp", "delayed", 0.1),
-        row(LONG, "lossy", 0.08, samples=None),
+        row(LONG, "lossy", 0.08),
         row("diloco", "local", 0.05),
-        row("asp", "asynchronous", 1.0, cut=True),
+        row("asp", "asynchronous", 1.0, fidelity="short", rejected=True),
     ]
-    plan = Plan(
-        cluster="8 workers, 100 Mbit/s, 50 us",
-        workload="layers",
-        baseline=Baseline(
-            workers=8,
-            batch=64.0,
-            single=row("one machine", "exact", 0.32),
-            lower_bound_seconds=0.15,
-        ),
-        estimates=tuple(sorted(rows, key=lambda one: one.step_seconds)),
-        infeasible=(
-            Infeasible(spec="r2sp", consistency="asynchronous", reason="it <clips>"),
-        ),
-    )
+    clips = Infeasible(spec="r2sp", consistency="asynchronous", reason="it <clips>")
+    rows.sort(key=lambda one: one.step_seconds)
+    plan = msgspec.structs.replace(made(*rows), infeasible=(clips,))
     helps = Suggestions(
         break_even=(BreakEven(spec="bsp", rate=1e7, words="as fast at 80 Mbit/s"),),
         helps=(
@@ -107,29 +99,6 @@ def doctored(folder: Path) -> Path:
     )
     return write_page(
         folder / NAME, doctor_report(found, evidence, f"paceline doctor '{WILD}'")
-    )
-
-
-def row(
-    spec: str,
-    consistency: str,
-    seconds: float,
-    *,
-    cut: bool = False,
-    samples: float | None = 100.0,
-) -> Estimate:
-    return Estimate(
-        spec=spec,
-        consistency=consistency,  # type: ignore[arg-type]
-        step_seconds=seconds,
-        compute_seconds=0.04,
-        exposed_seconds=seconds - 0.04,
-        bytes_sent=1e6 / seconds,
-        buckets=3,
-        bound_ratio=seconds / 0.15,
-        speedup=8 * 0.04 / seconds,
-        samples_per_second=samples,
-        cut=cut,
     )
 
 
