@@ -204,18 +204,10 @@ class Branches(nn.Module):
         return self.last(self.left(x) * self.scale + torch.tanh(self.right(x)))
 
 
-@pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        (mlp, (3, 4)),
-        (lambda: nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (2, 5, 16)),
-    ],
-    ids=["mlp", "transformer"],
-)
-def test_order_is_torchs_own(make: Any, shape: tuple[int, ...]) -> None:
-    module = make()
-    workload = count(module, torch.zeros(shape))
-    assert order_of(workload) == true_order(module, torch.randn(shape))
+def test_the_order_of_a_transformer_is_torchs_own() -> None:
+    module = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    workload = count(module, torch.zeros(2, 5, 16))
+    assert order_of(workload) == true_order(module, torch.randn(2, 5, 16))
 
 
 def test_tensors_without_a_gradient_come_last_and_cost_nothing() -> None:

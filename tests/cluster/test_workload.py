@@ -4,7 +4,6 @@ paceline are what their scripts write.
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from importlib import resources
@@ -435,10 +434,3 @@ def test_order_is_that_of_tensors_with_values(
     sum(part.sum() for part in [*output]).backward()
     workload = Workload.load(name)
     assert order == [workload.names[i] for i in workload.order]
-
-
-def test_times_are_finite_and_ready_times_never_fall() -> None:
-    for name in builtin_names():
-        ready = Workload.load(name).ready_seconds
-        assert all(a <= b for a, b in itertools.pairwise(ready))
-        assert math.isfinite(ready[-1])

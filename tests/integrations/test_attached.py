@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import paceline
 from paceline.integrations import common
+from tests.integrations.stand_ins import forget, module
 from tests.support.simulations import run
 
 
@@ -60,24 +60,14 @@ class Trainer:
 @pytest.fixture
 def attach(monkeypatch):
     """paceline's own."""
-
-    def module(name, **members):
-        made = ModuleType(name)
-        vars(made).update(members)
-        monkeypatch.setitem(sys.modules, name, made)
-
-    module("transformers", Trainer=Trainer)
-    module("accelerate", Accelerator=object)
+    forget(monkeypatch, "transformers", "accelerate")
+    module(monkeypatch, "transformers", Trainer=Trainer)
+    module(monkeypatch, "accelerate", Accelerator=object)
     names = ("AcceleratorState", "GradientState", "PartialState")
     states = dict.fromkeys((*names, "ThreadLocalSharedDict"), object)
-    module("accelerate.state", **states)
+    module(monkeypatch, "accelerate.state", **states)
     monkeypatch.setattr(common, "require", lambda *_: None)
-    ours = [f"paceline.integrations.{name}" for name in ("transformers", "accelerate")]
-    for name in ours:
-        monkeypatch.delitem(sys.modules, name, False)
-    yield importlib.import_module(ours[0]).attach
-    for name in ours:
-        sys.modules.pop(name, None)
+    return importlib.import_module("paceline.integrations.transformers").attach
 
 
 def test_what_is_saved_is_what_was_evaluated(attach):

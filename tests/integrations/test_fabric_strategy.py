@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import gc
 import importlib
-import sys
 import weakref
-from types import ModuleType
 
 import pytest
 import torch
 
 from paceline.errors import UsageError
 from paceline.integrations import common
+from tests.integrations.stand_ins import forget, module
 
 
 class Strategy:
@@ -24,26 +23,19 @@ class Strategy:
 @pytest.fixture
 def fabric(monkeypatch):
     """paceline's module; what it trains is not."""
-
-    def module(name, **members):
-        made = ModuleType(name)
-        vars(made).update(members)
-        monkeypatch.setitem(sys.modules, name, made)
-
+    forget(monkeypatch, "fabric")
     for name in ("", ".fabric", ".fabric.plugins"):
-        module(f"lightning{name}")
-    module("lightning.fabric.strategies", DDPStrategy=Strategy)
-    module("lightning.fabric.strategies.strategy", _BackwardSyncControl=object)
-    module("lightning.fabric.plugins.environments", ClusterEnvironment=object)
+        module(monkeypatch, f"lightning{name}")
+    fabric = "lightning.fabric"
+    module(monkeypatch, f"{fabric}.strategies", DDPStrategy=Strategy)
+    module(monkeypatch, f"{fabric}.strategies.strategy", _BackwardSyncControl=object)
+    module(monkeypatch, f"{fabric}.plugins.environments", ClusterEnvironment=object)
     monkeypatch.setattr(common, "require", lambda *_: None)
-    ours = "paceline.integrations.fabric"
-    monkeypatch.delitem(sys.modules, ours, False)
-    made = importlib.import_module(ours)
+    made = importlib.import_module("paceline.integrations.fabric")
     monkeypatch.setattr(made, "distribute", lambda model, optimizer, **_: optimizer)
     # Nobody has started workers, whatever ran in this process before.
     monkeypatch.setattr(made.PacelineEnvironment, "detect", staticmethod(lambda: False))
-    yield made
-    sys.modules.pop(ours, None)
+    return made
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.integrations import common
-from tests.integrations.ray_stand_in import replace_ray, without_ray
+from tests.integrations.stand_ins import replace_ray, without_ray
 
 _RAY = without_ray("ray")
 check_capacity, described = _RAY.check_capacity, _RAY.described

@@ -4,7 +4,7 @@ import pytest
 
 from paceline.errors import PeerLostError, UsageError
 from paceline.transport.protocol import HAS_BEEN_HERE
-from tests.integrations.ray_stand_in import without_ray
+from tests.integrations.stand_ins import without_ray
 
 _ACTORS = without_ray("ray_job")
 Coordinator, Incarnation, is_consequence = (

@@ -19,6 +19,7 @@ import paceline
 from paceline.cluster import Cluster, uniform_cluster
 from paceline.runtimes.join import join_runtime
 from paceline.runtimes.simulated import Simulation
+from tests.support.simulations import run_on
 
 MakeModel = Callable[[], nn.Module]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -70,14 +71,7 @@ def simulate(where: Where, body: Callable[[int], Any], servers: int = 0) -> list
         where = uniform_cluster(where, "1gbit", "50us", servers)
     if isinstance(where, Cluster):
         where = Simulation(where)
-    answers: list[Any] = [None] * where.cluster.workers
-
-    def main(rank: int) -> None:
-        paceline.init()
-        answers[rank] = body(rank)
-
-    where.run(main)
-    return answers
+    return run_on(where, body)
 
 
 @dataclass

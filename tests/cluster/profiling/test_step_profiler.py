@@ -48,6 +48,15 @@ def clock(monkeypatch):
     return clock
 
 
+def count_computing(clock, monkeypatch, thread=1.0, process=1.0):
+    """The thread, and all threads of the process, compute in such a part of the clock's time."""
+    time = SimpleNamespace(
+        thread_time=lambda: thread * clock.now,
+        process_time=lambda: process * clock.now,
+    )
+    monkeypatch.setattr(step_profiler, "time", time)
+
+
 class Computes(torch.autograd.Function):
     """Takes time backward."""
 
@@ -102,31 +111,37 @@ def distributed(model: nn.Module, clock: HostClock) -> Any:
     return paceline.distribute(model, inner)
 
 
-def profile(
-    body: Callable[[int], Any], workers: int = 1, expected: int = 1
-) -> StepProfiler:
-    runtime = simulation(workers, profile=True)
-    run_on(runtime, body)
-    assert len(runtime.result.profilers) == expected
-    return runtime.result.profilers[0]
-
-
-def steps(
-    clock: HostClock,
-    model: nn.Module,
-    take: Callable[[nn.Module, Any, int], None],
-    count: int = 5,
-) -> None:
-    optimizer = distributed(model, clock)
-    for step in range(count):
-        optimizer.zero_grad()
-        take(model, optimizer, step)
-        optimizer.step()
-    optimizer.finish()
-
-
 def one_pass(model: nn.Module, optimizer: Any, step: int) -> None:
     model(torch.ones(8, 4)).square().mean().backward()
+
+
+def profile(
+    clock: HostClock,
+    make: Callable[[HostClock], nn.Module] = three_layers,
+    take: Callable[[nn.Module, Any, int], None] = one_pass,
+    *,
+    count: int = 5,
+    workers: int = 1,
+) -> StepProfiler:
+    """The profiler of a training of *count* steps: *take* does one up to the update."""
+
+    def body(rank: int) -> None:
+        model = make(clock)
+        optimizer = distributed(model, clock)
+        for step in range(count):
+            optimizer.zero_grad()
+            take(model, optimizer, step)
+            optimizer.step()
+        optimizer.finish()
+
+    return profile_of(body, workers)
+
+
+def profile_of(body: Callable[[int], Any], workers: int = 1) -> StepProfiler:
+    runtime = simulation(workers, profile=True)
+    run_on(runtime, body)
+    (profiler,) = runtime.result.profilers
+    return profiler
 
 
 def by_layer(values: tuple[float, ...], workload: Workload) -> dict[str, float]:
@@ -138,7 +153,7 @@ def by_layer(values: tuple[float, ...], workload: Workload) -> dict[str, float]:
 
 
 def test_times_sizes_order_update_and_batch_are_those_of_the_model(clock):
-    profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
+    profiler = profile(clock)
     workload = profiler.workload("here")
     assert workload.names == tuple(n for n, _ in three_layers(clock).named_parameters())
     assert workload.sizes == (64, 16) * 3
@@ -168,15 +183,11 @@ def test_times_sizes_order_update_and_batch_are_those_of_the_model(clock):
 def test_waits_for_a_core_are_no_part_of_what_a_worker_takes_alone(
     clock, monkeypatch, ran, waited, cores, part
 ):
-    def own():
-        return ran * clock.now
-
-    time = SimpleNamespace(thread_time=own, process_time=own)
-    monkeypatch.setattr(step_profiler, "time", time)
+    count_computing(clock, monkeypatch, ran, ran)
     monkeypatch.setattr(
         step_profiler, "waited_for_processor", lambda threads: waited * clock.now
     )
-    profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
+    profiler = profile(clock)
     alone, together = profiler.workload_alone("here"), profiler.workload("here")
     assert (alone.cores, together.cores) == (cores, 0)
     assert times_of(alone) == pytest.approx([part * t for t in times_of(together)])
@@ -191,22 +202,16 @@ def test_waits_for_a_core_are_no_part_of_what_a_worker_takes_alone(
     ("busy", "pool", "cores"), [(3.2, 4, 3), (3.2, 2, 2), (0.3, 4, 1)]
 )
 def test_cores_are_those_that_forward_kept_busy(clock, monkeypatch, busy, pool, cores):
-    time = SimpleNamespace(
-        thread_time=lambda: clock.now, process_time=lambda: busy * clock.now
-    )
-    monkeypatch.setattr(step_profiler, "time", time)
+    count_computing(clock, monkeypatch, 1.0, busy)
     monkeypatch.setattr(torch, "get_num_threads", lambda: pool)
-    profiler = profile(lambda rank: steps(clock, three_layers(clock), one_pass))
+    profiler = profile(clock)
     assert profiler.workload_alone("").cores == cores
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_input_is_what_a_thread_computes_between_steps(clock, monkeypatch, evaluates):
     """Not with an evaluation in between, whose passes are charged by themselves."""
-    time = SimpleNamespace(
-        thread_time=lambda: clock.now, process_time=lambda: clock.now
-    )
-    monkeypatch.setattr(step_profiler, "time", time)
+    count_computing(clock, monkeypatch)
     loads = iter([9.0, 5.0, 3.0, 4.0, 30.0])
 
     def take(model, optimizer, step):
@@ -217,7 +222,7 @@ def test_input_is_what_a_thread_computes_between_steps(clock, monkeypatch, evalu
         for _ in range(2):  # only before the first pass of a step
             model(torch.ones(8, 4)).square().mean().backward()
 
-    profiler = profile(lambda rank: steps(clock, three_layers(clock), take))
+    profiler = profile(clock, take=take)
     # Of steps 1 to 4, and to 3 where the last one evaluates.
     assert profiler.workload_alone("").input == (4.0 if evaluates else 4.5)
     assert profiler.workload("").input == 0.0
@@ -226,10 +231,7 @@ def test_input_is_what_a_thread_computes_between_steps(clock, monkeypatch, evalu
 def test_overhead_is_what_a_thread_computes_in_hooks_and_before_the_update(
     clock, monkeypatch
 ):
-    time = SimpleNamespace(
-        thread_time=lambda: clock.now, process_time=lambda: clock.now
-    )
-    monkeypatch.setattr(step_profiler, "time", time)
+    count_computing(clock, monkeypatch)
 
     def take(model, optimizer, step):
         model(torch.ones(8, 4)).square().mean().backward()
@@ -242,7 +244,7 @@ def test_overhead_is_what_a_thread_computes_in_hooks_and_before_the_update(
         taken(self)
 
     monkeypatch.setattr(StepProfiler, "gradient_taken", in_hook)
-    profiler = profile(lambda rank: steps(clock, three_layers(clock), take))
+    profiler = profile(clock, take=take)
     workload = profiler.workload_alone("")
     assert workload.overhead == 0.5 + 0.25 * len(workload.names)
     # What hooks take is no part of backward.
@@ -253,7 +255,7 @@ def test_overhead_is_what_a_thread_computes_in_hooks_and_before_the_update(
 def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
     ready: dict[str, float] = {}
 
-    def body(rank: int) -> None:
+    def hooked(clock: HostClock) -> nn.Module:
         model = three_layers(clock)
         start = []
         model.register_forward_pre_hook(lambda *_: start.append(clock.now))
@@ -261,9 +263,9 @@ def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
             parameter.register_post_accumulate_grad_hook(
                 lambda _, name=name: ready.update({name: clock.now - start[-1]})
             )
-        steps(clock, model, one_pass)
+        return model
 
-    workload = profile(body).workload("")
+    workload = profile(clock, hooked).workload("")
     names = [workload.names[i] for i in workload.order]
     assert names == list(ready)
     assert workload.ready_seconds == pytest.approx(list(ready.values()))
@@ -272,16 +274,14 @@ def test_ready_times_are_the_ones_that_a_clock_would_show(clock):
 def test_figures_are_medians_of_steps_after_the_first(clock):
     times = [50.0, 1.0, 1.0, 9.0, 1.0, 2.0]
 
-    def body(rank: int) -> None:
-        model = nn.Sequential(layer := Layer(clock, 1.0, 1.0))
+    def take(model: nn.Module, optimizer: Any, step: int) -> None:
+        model.seconds = times[step], 2 * times[step]
+        one_pass(model, optimizer, step)
 
-        def take(model: nn.Module, optimizer: Any, step: int) -> None:
-            layer.seconds = times[step], 2 * times[step]
-            one_pass(model, optimizer, step)
-
-        steps(clock, model, take, len(times))
-
-    workload = profile(body).workload("")
+    profiler = profile(
+        clock, lambda clock: Layer(clock, 1.0, 1.0), take, count=len(times)
+    )
+    workload = profiler.workload("")
     middle = statistics.median(times[1:])
     assert workload.forward_seconds == middle
     assert workload.backward_seconds == 2 * middle
@@ -293,24 +293,19 @@ def test_the_loss_belongs_to_the_first_gradient(clock):
         clock.compute(0.5)
         loss.backward()
 
-    workload = profile(lambda r: steps(clock, three_layers(clock), take)).workload("")
+    workload = profile(clock, take=take).workload("")
     assert workload.backward[workload.order[0]] == 8.5
 
 
 def test_of_accumulated_passes_the_last_counts(clock):
-    def body(rank: int) -> None:
-        model = three_layers(clock)
-
-        def take(model: nn.Module, optimizer: Any, step: int) -> None:
-            model[0].seconds = 70.0, 70.0
-            with optimizer.no_sync():
-                one_pass(model, optimizer, step)
-            model[0].seconds = 1.0, 4.0
+    def take(model: nn.Module, optimizer: Any, step: int) -> None:
+        model[0].seconds = 70.0, 70.0
+        with optimizer.no_sync():
             one_pass(model, optimizer, step)
+        model[0].seconds = 1.0, 4.0
+        one_pass(model, optimizer, step)
 
-        steps(clock, model, take)
-
-    workload = profile(body).workload("")
+    workload = profile(clock, take=take).workload("")
     assert workload.forward_seconds == 6.0
     assert workload.backward_seconds == 28.0
     assert workload.batch == 8
@@ -326,7 +321,7 @@ def test_evaluations_are_no_part_of_a_step(clock):
         one_pass(model, optimizer, step)
         evaluate(model)
 
-    workload = profile(lambda r: steps(clock, three_layers(clock), take)).workload("")
+    workload = profile(clock, take=take).workload("")
     assert workload.forward_seconds == 6.0
     assert workload.backward_seconds == 28.0
     assert workload.update == UPDATE
@@ -351,7 +346,7 @@ class Shared(nn.Module):
 
 
 def test_shared_frozen_and_unused_tensors(clock):
-    workload = profile(lambda r: steps(clock, Shared(clock), one_pass)).workload("")
+    workload = profile(clock, Shared).workload("")
     names = ("layer.weight", "layer.bias", "tied.bias", "unused.weight", "unused.bias")
     assert workload.names == names
     forward = by_layer(workload.forward, workload)
@@ -371,6 +366,7 @@ class WithBuffers(nn.Module):
 
     def __init__(self, clock: HostClock) -> None:
         super().__init__()
+        torch.manual_seed(3)
         self.layer = Layer(clock, 1.0, 4.0)
         self.norm = nn.BatchNorm1d(4)
 
@@ -379,18 +375,12 @@ class WithBuffers(nn.Module):
 
 
 def test_what_other_workers_compute_does_not_count(clock):
-    def body(rank: int) -> None:
-        torch.manual_seed(3)
-        model = WithBuffers(clock)
+    def take(model: nn.Module, optimizer: Any, step: int) -> None:
+        if paceline.rank():
+            clock.compute(1000.0)
+        one_pass(model, optimizer, step)
 
-        def take(model: nn.Module, optimizer: Any, step: int) -> None:
-            if rank:
-                clock.compute(1000.0)
-            one_pass(model, optimizer, step)
-
-        steps(clock, model, take)
-
-    workload = profile(body, workers=3).workload("")
+    workload = profile(clock, WithBuffers, take, workers=3).workload("")
     assert workload.forward_seconds == 1.0
     assert workload.backward_seconds == 4.0
     assert workload.update == UPDATE
@@ -410,19 +400,16 @@ class OwnTensor(nn.Module):
 
 
 def test_a_model_whose_tensors_are_its_own(clock):
-    workload = profile(lambda r: steps(clock, OwnTensor(clock), one_pass)).workload("")
+    workload = profile(clock, OwnTensor).workload("")
     assert (workload.forward, workload.backward) == ((3.0,), (5.0,))
 
 
 def test_a_model_that_is_never_called_itself_says_so(clock):
-    def body(rank: int) -> None:
-        model = nn.ModuleDict({"inner": three_layers(clock)})
-        take = lambda model, optimizer, step: one_pass(  # noqa: E731
-            model["inner"], optimizer, step
-        )
-        steps(clock, model, take)
-
-    profiler = profile(body)
+    profiler = profile(
+        clock,
+        lambda clock: nn.ModuleDict({"inner": three_layers(clock)}),
+        lambda model, optimizer, step: one_pass(model["inner"], optimizer, step),
+    )
     with pytest.raises(UsageError, match="got 5"):
         profiler.workload("")
 
@@ -430,21 +417,18 @@ def test_a_model_that_is_never_called_itself_says_so(clock):
 def test_a_profiled_model_can_be_copied_and_pickled(clock):
     """As to average its weights; the copy is not profiled."""
 
-    def body(rank: int) -> None:
-        torch.manual_seed(3)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    def take(model: nn.Module, optimizer: Any, step: int) -> None:
+        loss = model(torch.ones(8, 4)).square().mean()
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(torch.ones(99, 4)).sum().backward()
+            assert other[0].weight.grad is not None
+        clock.compute(7.0)
+        loss.backward()
 
-        def take(model: nn.Module, optimizer: Any, step: int) -> None:
-            loss = model(torch.ones(8, 4)).square().mean()
-            for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-                other(torch.ones(99, 4)).sum().backward()
-                assert other[0].weight.grad is not None
-            clock.compute(7.0)
-            loss.backward()
+    def plain(_: HostClock) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
-        steps(clock, model, take)
-
-    workload = profile(body).workload("")
+    workload = profile(clock, plain, take).workload("")
     assert workload.batch == 8
     assert workload.backward_seconds == 7.0
 
@@ -453,14 +437,14 @@ def test_a_profiled_model_can_be_copied_and_pickled(clock):
 def test_compiled_blocks_stay_whole():
     """On the true clock; a warning of the compiler would be an error."""
 
-    def body(rank: int) -> None:
+    def compiled(_: HostClock) -> nn.Module:
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
         for block in model:
             block.compile(backend="aot_eager")
-        steps(HostClock(), model, one_pass)
+        return model
 
-    workload = profile(body).workload("")
+    workload = profile(HostClock(), compiled).workload("")
     assert workload.forward_seconds > 0
     assert min(workload.forward) > 0  # of all blocks, spread over all
 
@@ -480,7 +464,7 @@ def test_a_step_that_a_scaler_skips_is_not_taken_for_one(clock):
             scaler.update()
         optimizer.finish()
 
-    profiler = profile(body)
+    profiler = profile_of(body)
     assert profiler.profiled_steps == 4
     assert profiler.workload("").update == UPDATE
 
