@@ -586,23 +586,3 @@ def test_a_script_s_own_collective_in_a_work_does_not_block():
 
     with pytest.raises(WorkerFailedError, match="waits for all_reduce"):
         run(3, body)
-
-
-def test_a_simulation_with_chained_rounds_repeats_itself():
-    def body(rank):
-        comm = comm_of()
-        times, pendings = [], []
-        for index in range(5):
-            buffer = torch.ones(1000 * (5 - index))
-            pendings.append(
-                comm.all_reduce(buffer, "sum").then(
-                    lambda buffer=buffer: comm.all_reduce(buffer, "max")
-                )
-            )
-            paceline.pace(0.0001 * ((rank * 7 + index) % 3))
-        for pending in pendings:
-            pending.wait()
-            times.append(paceline.now())
-        return times
-
-    assert run(3, body, play=True) == run(3, body, play=True)

@@ -161,38 +161,6 @@ def test_the_process_gets_its_state_back(end, error: type[Exception] | None) -> 
         assert value == before[key], key
 
 
-def test_a_body_that_raises_names_its_worker_and_ends_all_threads() -> None:
-    reached: list[int] = []
-
-    def body(rank: int) -> None:
-        dist.barrier()
-        if rank == 2:
-            raise KeyError("boom")
-        dist.barrier()
-        reached.append(rank)
-
-    with pytest.raises(WorkerFailedError, match="worker 2 raised KeyError") as caught:
-        run(4, body)
-    assert caught.value.rank == 2
-    assert isinstance(caught.value.__cause__, KeyError)
-    assert caught.value.__cause__.__traceback__ is not None
-    assert reached == []
-    names = [thread.name for thread in threading.enumerate()]
-    assert not [name for name in names if name.startswith("paceline")]
-
-
-def test_another_simulation_can_follow_a_failed_one() -> None:
-    with pytest.raises(WorkerFailedError):
-        run(3, raise_on_one)
-
-    def body(rank: int) -> torch.Tensor:
-        total = torch.tensor(1.0)
-        dist.all_reduce(total)
-        return total
-
-    assert run(3, body) == [3.0] * 3
-
-
 @pytest.mark.parametrize("code", [None, 0])
 def test_a_script_may_exit_well(code: int | None) -> None:
     run(2, lambda rank: (dist.barrier(), sys.exit(code)))
@@ -276,23 +244,6 @@ def test_seeding_and_generators_are_each_workers_own() -> None:
 
     results = run(3, body)
     assert results == [alone(rank, 2) for rank in range(3)]
-
-
-@pytest.mark.usefixtures("_process_kept")
-def test_dropout_is_that_of_a_single_process() -> None:
-    torch.manual_seed(0)
-    layer = torch.nn.Dropout(0.5)
-    expected = [layer(torch.ones(20)) for _ in range(3)]
-
-    def body(rank: int) -> list[torch.Tensor]:
-        kept = []
-        for _ in range(3):
-            kept.append(layer(torch.ones(20)))
-            dist.barrier()
-        return kept
-
-    for kept in run(3, body):
-        assert all(map(torch.equal, kept, expected))
 
 
 # ---- the environment ----

@@ -87,15 +87,6 @@ def test_all_reduce_adds_in_gloos_order(play: bool) -> None:
     assert run(3, body, play=play) == [1.0] * 3
 
 
-def test_the_sum_of_one_rank_is_its_own(play: bool) -> None:
-    def body(rank: int) -> float:
-        mine = torch.tensor(3.0)
-        dist.all_reduce(mine)
-        return float(mine)
-
-    assert run(1, body, play=play) == [3.0]
-
-
 def test_all_reduce_into_parameters_and_views(play: bool) -> None:
     def body(rank: int) -> list[torch.Tensor]:
         parameter = torch.nn.Parameter(value(rank))

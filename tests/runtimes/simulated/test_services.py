@@ -255,13 +255,6 @@ def test_the_servers_processor_is_first_come_first_served():
 # ---- bad input ----
 
 
-def test_hyperparameters_of_methods_are_checked_when_they_are_made():
-    with pytest.raises(UsageError, match="0 or more"):
-        parse_method("ssp:staleness=-1")
-    with pytest.raises(UsageError, match="0 for"):
-        parse_method("backup:wait_for=-1")
-
-
 SERVERS_UPDATE = [
     *("asp", "backup", "dssp", "grouping-sgd", "gssp", "osp"),
     *("r2sp", "ssp", "sync-switch"),
@@ -335,25 +328,6 @@ def test_changing_a_gradient_that_was_sent_is_an_error(change):
     simulate(2, body)
 
 
-@pytest.mark.parametrize("method", [*SERVERS_UPDATE, "osp:collective=native"])
-def test_clipping_that_changes_nothing_is_no_change(method):
-    def ends(clip):
-        def body(rank):
-            model, optimizer = begin(method, buckets="wfbp")
-            for step in range(12):
-                optimizer.zero_grad()
-                distance(model, rank, step).backward()
-                if clip:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-                optimizer.step()
-            optimizer.finish()
-            return flat(model)
-
-        return simulate(2, body)
-
-    assert all(map(torch.equal, ends(clip=True), ends(clip=False)))
-
-
 def test_a_second_backward_pass_before_the_step_is_an_error():
     def body(rank):
         model, optimizer = begin("asp")
@@ -393,19 +367,6 @@ def test_steps_of_one_round_need_equal_hyperparameters():
 
     with pytest.raises(WorkerFailedError, match="hyperparameters"):
         simulate(2, body)
-
-
-def test_a_learning_rate_schedule_reaches_the_server():
-    def schedule(optimizer):
-        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9).step
-
-    bsp, backup = (
-        train_to_one_model(
-            method, steps=STEPS, buckets="ddp", prepare=schedule, **QUADRATIC
-        )
-        for method in ("bsp", "backup")
-    )
-    assert torch.equal(bsp, backup)
 
 
 # ---- a server's own deadlines ----
