@@ -650,15 +650,6 @@ def test_a_link_that_never_rests_is_the_limit() -> None:
     assert turns == pytest.approx(WORKERS * ALONE, rel=0.02)
 
 
-def test_two_runs_are_equal_bit_for_bit() -> None:
-    first, second = (Played("r2sp", 0.5, steps=20, jitter=0.1) for _ in range(2))
-    assert first.ends == second.ends
-    for rank in range(WORKERS):
-        assert torch.equal(first.model[rank], second.model[rank])
-        # Gradients of ones, each once, at a weight of 1/8.
-        assert first.model[rank][0] == pytest.approx(-20.0)
-
-
 def test_turns_wait_for_a_busy_processor() -> None:
     rates = ServerRates(stepped=SIZE / 0.05)
     turns = Played(TURNS, COMPUTE, rates=rates)

@@ -430,20 +430,6 @@ def test_a_snapshot_is_of_its_moment():
     assert not {"params", "param_names", "foreach", "fused"} & snapshot.keys()
 
 
-def test_another_workers_hyperparameters_are_what_counts():
-    plain, server = Trainee("adamw", {}), Trainee("adamw", {"foreach": True})
-    worker = PartitionedOptimizer(Trainee("adamw", {}).optimizer, odd_pieces(plain))
-    for group in server.optimizer.param_groups:
-        group.update(lr=9.0, betas=(0.1, 0.2), weight_decay=7.0)
-    updater = PartitionedOptimizer(server.optimizer, odd_pieces(server))
-    gradients = gradients_of(0)
-    plain.step(gradients)
-    pieces = odd_pieces(server)
-    parts = [cut(gradients, piece) for piece in pieces]
-    updater.apply(pieces, parts, worker.hyperparameters())
-    same_bits(server.parameters, plain.parameters)
-
-
 def test_the_users_hooks_do_not_run_for_every_call():
     trainee = Trainee("sgd", {})
     calls = []

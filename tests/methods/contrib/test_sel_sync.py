@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.methods.contrib.sel_sync import SelSync, norm_of
-from tests.methods.local_updates.helpers import adam, momentum, spread, train
+from tests.methods.local_updates.helpers import spread, train
 from tests.support.training import loss_of, network
 
 WORKERS, STEPS = 3, 8
@@ -23,16 +23,6 @@ def times_equal(method: str, **options: Any) -> list[int]:
     """The steps after which all hold one model."""
     trained = train(method, WORKERS, STEPS, **options)
     return [step for step in range(STEPS) if spread(trained, step) == 0.0]
-
-
-@pytest.mark.parametrize("optimizer", [momentum, adam])
-def test_with_delta_0_it_is_local_sgd_in_each_step(optimizer: Any) -> None:
-    ends = [
-        train(method, WORKERS, STEPS, optimizer=optimizer)[0]
-        for method in ("sel-sync:delta=0,window=4", "local-sgd:sync_every=1")
-    ]
-    for ours, theirs in zip(ends[0].steps, ends[1].steps, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("window", [1, 3, STEPS])

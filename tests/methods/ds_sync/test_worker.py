@@ -124,35 +124,6 @@ def test_all_end_with_the_mean_of_all_and_with_the_largest_count():
     assert run[1].model[1].num_batches_tracked.item() == 5
 
 
-class Flagged(nn.Module):
-    """Remembers whether it has seen anything, as layers do that take their scale from the
-    first batch."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(2, 2)
-        self.register_buffer("seen", torch.zeros(2, dtype=torch.bool))
-
-
-@pytest.mark.parametrize("workers", [2, 4])
-def test_all_end_with_the_flag_that_any_worker_has_set(workers):
-    shown = []
-
-    def watch(rank, step, model, optimizer):
-        if step == 2:
-            model.seen[0] = rank == 1
-            with optimizer.consolidated():
-                shown.append(model.seen.tolist())
-            assert model.seen.tolist() == [rank == 1, False]
-
-    loss = lambda model, rank, step: model.linear(torch.ones(1, 2)).sum()  # noqa: E731
-    run = train("ds-sync", workers, 3, make=Flagged, loss=loss, watch=watch)
-    assert equal_ends(run)
-    assert shown == [[True, False]] * workers
-    assert run[0].model.seen.tolist() == [True, False]
-
-
 def test_half_precision_is_averaged_in_single_where_more_than_two_are_added():
     """1 + 2^-8 + 2^-8: in bfloat16 each addition would lose its second number."""
     values = [1.0, 2.0**-8, 2.0**-8]

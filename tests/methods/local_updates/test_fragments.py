@@ -123,21 +123,6 @@ def test_slowmo_is_heavy_ball_while_the_learning_rate_is_constant():
     assert apart([rescaled[0].end], [plain[0].end]) > 1e-3
 
 
-def test_bmuf_is_slowmo_with_a_momentum_of_one_minus_one_nth():
-    """Chen and Huo's block momentum, written down here once more."""
-    velocity = []
-
-    def block(anchors, changes):
-        if not velocity:
-            velocity.extend(torch.zeros_like(anchor) for anchor in anchors)
-        for x, change, v in zip(anchors, changes, velocity, strict=True):
-            v.mul_(0.75).sub_(change)
-            x.add_(v)
-
-    ours = train("slowmo:sync_every=2,outer_momentum=0.75", 4, 10)
-    assert apart([ours[0].steps[-1]], [alone(2, 4, 10, block)]) < CLOSE
-
-
 def test_slowmo_keeps_its_momentum_in_units_of_the_learning_rate_of_the_moment():
     """Each step moves a worker by the learning rate, so D/lr is 2 in a round of two steps;
     u is 2, 3, 3.5, and moves x by as many learning rates of then."""

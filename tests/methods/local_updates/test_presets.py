@@ -15,8 +15,8 @@ from paceline.errors import UsageError
 from paceline.methods import METHODS
 from paceline.methods.local_updates import LocalSGD, LocalUpdates, SparseLoCo
 from paceline.runtimes.join import join_runtime
-from tests.methods.local_updates.helpers import CLOSE, adam, apart, momentum, train
-from tests.methods.local_updates.test_rounds import PLAIN, WIDE, to_own, wide
+from tests.methods.local_updates.helpers import CLOSE, apart, momentum, train
+from tests.methods.local_updates.test_rounds import WIDE, to_own, wide
 
 PRESET = SparseLoCo.default_compression
 PRESETS = [cls for cls in METHODS.values() if LocalUpdates in cls.__mro__]
@@ -38,27 +38,6 @@ def test_a_name_is_a_preset_and_nothing_else(cls: type[LocalUpdates]) -> None:
     methods = cls(**options), LocalSGD(**named)
     one, other = (train(m, 2, 5, compression="none")[0].end for m in methods)
     assert torch.equal(one, other)
-
-
-def test_sparse_loco_is_diloco_with_options_and_a_compression() -> None:
-    keys = WIDE | {"optimizer": adam}
-    own, same, other = (
-        train(method, 3, 10, **keys, **compressed)[0].end
-        for method, compressed in (
-            ("sparse-loco:sync_every=3", {}),
-            (f"diloco:sync_every=3,{PLAIN}", {"compression": PRESET}),
-            (f"diloco:sync_every=3,{PLAIN}", {"compression": "top-k"}),
-        )
-    )
-    assert torch.equal(own, same)
-    assert not torch.equal(own, other)
-
-
-def test_with_all_elements_and_no_decay_sparse_loco_is_local_sgd() -> None:
-    code = "top-k:density=1,decay=0.95"
-    own = train("sparse-loco:sync_every=3", 3, 9, **WIDE, compression=code)
-    plain = train("local-sgd:sync_every=3", 3, 9, **WIDE)
-    assert apart([one.end for one in own], [one.end for one in plain]) < CLOSE
 
 
 def test_a_round_of_sparse_loco_is_the_papers_equation() -> None:
