@@ -50,6 +50,7 @@ from paceline.methods.group_members import read_members
 from paceline.methods.push_pull import PushPull, without_gradient
 from paceline.parameter_server.groups.local_server import LocalServer
 from paceline.parameter_server.groups.server import GroupServer
+from paceline.testing.server_trial import SGD as HYPERPARAMETERS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,16 +163,6 @@ class SumsUp(GroupServerDiscipline):
         self.notices.setdefault(source, []).append(notice)
 
 
-HYPERPARAMETERS: list[dict[str, Any]] = [
-    {
-        "lr": 1.0,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "maximize": False,
-    }
-]
 MOST_EVENTS = 20_000
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -37,6 +37,7 @@ from paceline.methods.r2sp import R2SP
 from paceline.methods.ssp import SSP
 from paceline.methods.sync_switch import SyncSwitch
 from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.testing.server_trial import SGD as HYPERPARAMETERS
 
 
 class Letter(NamedTuple):
@@ -109,17 +110,6 @@ class Network:
 
 LIVES, STEPS = 4, 6
 """At most so many lives of a worker, and steps of a life."""
-
-HYPERPARAMETERS: list[dict[str, Any]] = [
-    {
-        "lr": 1.0,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "maximize": False,
-    }
-]
 
 
 @dataclass

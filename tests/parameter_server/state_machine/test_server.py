@@ -45,18 +45,9 @@ from paceline.methods.osp import OSP
 from paceline.methods.ssp import SSP
 from paceline.parameter_server.state_machine.members import STATE_CHANGES, STATES
 from paceline.parameter_server.state_machine.server import ParameterServer
+from paceline.testing.server_trial import SGD as HOW
 from tests.support.server_talk import Refusal
 
-HOW: list[dict[str, Any]] = [
-    {
-        "lr": 1.0,
-        "momentum": 0.0,
-        "dampening": 0.0,
-        "weight_decay": 0.0,
-        "nesterov": False,
-        "maximize": False,
-    }
-]
 JOIN = Join(
     options="",
     units=[[Unit(0, 0, 2, 0)], [Unit(1, 0, 3, 0)]],
