@@ -16,7 +16,8 @@ from paceline.interfaces import AGREE_EVERY, ON_SERVERS, Rounds
 from paceline.interfaces.buckets import stand_in_for
 from paceline.methods.bsp import BSP, BSPWorker
 from paceline.runtimes.join import join_runtime
-from paceline.testing import inspect
+from paceline.testing import Case, inspect
+from paceline.testing.method_checks import CHECKS
 from paceline.testing.problems import Counting, shared_folder
 from tests.conformance.plugins.toys.every_fourth import EveryFourth, EveryFourthWorker
 from tests.conformance.plugins.toys.pairs import Pairs
@@ -390,6 +391,14 @@ def test_a_step_that_one_worker_leaves_out_is_refused():
 
     with pytest.raises(Exception, match="second backward pass"):
         train(AveragesInEachStep(), (4, 4), script=script)
+
+
+@pytest.mark.parametrize(
+    "law", ["uneven_data_ends", "leaving_after_backward_ends_with_one_model"]
+)
+@pytest.mark.parametrize("workers", [2, 3, 4])
+def test_the_laws_of_ends_hold_for_gradients_that_are_averaged_in_groups(law, workers):
+    simulate(workers, lambda rank: CHECKS[law](Case(method=Groups()), "ddp"))
 
 
 @dataclass(frozen=True, kw_only=True)
