@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.hanging import SECONDS
+from tests.support.processes import wait_until
 from tests.tools.report.browser.conftest import Browser, Site
 from tests.tools.report.browser.pages import LONG, WILD
 
@@ -209,12 +211,14 @@ def test_arrow_keys_go_through_a_timeline_and_a_table_says_the_same(
     said = sides(browser)[0]["readout"]
     assert said == ("worker 0, channel 0: all-reduce, 1 MB, from 40 ms on, for 260 ms")
     browser.driver.find_element("css selector", "figure.timeline summary").click()
+    filled = "return document.querySelector('.events table') !== null"
+    wait_until(lambda: browser.run(filled), SECONDS, "a table of events")
     rows = browser.run(
         "return [...document.querySelector('.events table').tBodies[0].rows]"
         ".map((row) => row.cells[2].textContent)"
     )
     assert len(rows) == 3 * 5
-    assert rows[:3] == ["computes: forward", "computes: backward", "waits: all_reduce"]
+    assert rows[:3] == ["computes: forward", "computes: backward", "waits: all-reduce"]
 
 
 def test_the_pointer_names_what_it_is_on(browser: Browser, site: Site) -> None:
