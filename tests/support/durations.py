@@ -8,6 +8,7 @@ the other, and fails if one takes longer each time. A slow machine has a limit i
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -31,7 +32,8 @@ PLUGIN = ("-p", "tests.support.durations")
 
 
 def pytest_sessionstart() -> None:
-    """As a plugin: the first test that forks does not pay for the server that all share."""
+    """As a plugin: no test pays for imports and for the server of forks, which all share."""
+    importlib.import_module(forked.PRELOADED)
     forked.start_server()
 
 

@@ -199,8 +199,10 @@ def run_together(
 
 
 def start_server() -> None:
-    """Start the server from which processes are forked, unless it runs."""
-    _context()
+    """Start the server from which processes are forked, and wait until it has imported torch."""
+    first = _context().Process(target=os.getpid)
+    first.start()
+    first.join()
 
 
 @functools.cache
