@@ -266,12 +266,23 @@ def judge(off, spread):
     return "spread" if abs(off) <= BOUND + spread else "off"
 
 
-def summary(rows):
+def within_bounds(rows):
+    """How many cells are within 10 %, and within 10 % plus the spread."""
     judged = [judge(row["off"], row["spread"]) for row in rows]
-    middle = statistics.median(abs(row["off"]) for row in rows)
+    return judged.count(""), len(rows) - judged.count("off")
+
+
+def median_error(rows):
+    """The median of absolute errors, a half rounded up."""
+    median = statistics.median(abs(row["off"]) for row in rows)
+    return f"{100 * median + 1e-6:.1f}%"
+
+
+def summary(rows):
+    within, enough = within_bounds(rows)
     return (
-        f"median cell off by {middle:.1%}; of {len(rows)} cells {judged.count('')} within "
-        f"{BOUND:.0%}, {len(rows) - judged.count('off')} within {BOUND:.0%} plus the spread"
+        f"median cell off by {median_error(rows)}; of {len(rows)} cells {within} within "
+        f"{BOUND:.0%}, {enough} within {BOUND:.0%} plus the spread"
     )
 
 

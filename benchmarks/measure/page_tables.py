@@ -38,17 +38,18 @@ from benchmarks.measure import (
     local_updates,
     planned_buckets,
     planning_time,
+    readme_tables,
     regret,
     regret_emulated,
     server,
     stored,
     virtual_scale,
 )
-from benchmarks.papers import load, mg_wfbp
+from benchmarks.papers import load, mg_wfbp, stored_rows
 from benchmarks.papers.results import Results, cell, table
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PLACE = re.compile(r"(<!-- measured ([\w .-]+?) -->\n).*?<!-- end -->", re.DOTALL)
 
 Row = dict[str, Any]
@@ -86,25 +87,18 @@ def rows_of(groups: Iterable[str]) -> list[Row]:
     return [row for group in groups for row in stored[group]]
 
 
-def judged(rows: list[Row]) -> tuple[int, int]:
-    """How many cells are within 10 %, and within 10 % plus the spread."""
-    marks = [agreement.judge(row["off"], row["spread"]) for row in rows]
-    return marks.count(""), len(marks) - marks.count("off")
-
-
-def middle(rows: list[Row]) -> str:
-    """The median of absolute errors, a half rounded up."""
-    middle = statistics.median(abs(row["off"]) for row in rows)
-    return f"{100 * middle + 1e-6:.1f}%"
-
-
 def agreement_summary() -> list[str]:
     def cells(name: str, groups: tuple[str, ...]) -> list[str]:
         rows = rows_of(groups)
-        within, enough = judged(rows)
+        within, enough = agreement.within_bounds(rows)
         worst = max((row["off"] for row in rows), key=abs)
         option = f"`{groups[0]}`" if len(groups) == 1 else ""
-        figures = [str(len(rows)), str(within), str(enough), middle(rows)]
+        figures = [
+            str(len(rows)),
+            str(within),
+            str(enough),
+            agreement.median_error(rows),
+        ]
         return [name, option, *figures, f"{worst:+.1%}"]
 
     heads = ("cells of", "`--group`", "cells", "within 10 %")
@@ -126,8 +120,8 @@ HEADLINE = {
 def agreement_headline() -> list[str]:
     def cells(name: str, groups: tuple[str, ...], command: str) -> list[str]:
         rows = rows_of(groups)
-        figures = map(str, (len(rows), *judged(rows)))
-        return [name, *figures, middle(rows), command]
+        figures = map(str, (len(rows), *agreement.within_bounds(rows)))
+        return [name, *figures, agreement.median_error(rows), command]
 
     heads = ("cells of", "cells", "within 10 %", "within 10 % plus spread")
     heads += ("median error", "command")
@@ -247,9 +241,7 @@ def accuracy_of_compression() -> list[str]:
 
 def of_paper(name: str, table: str) -> tuple[list[Row], str]:
     """The stored rows of a paper's table, and the command that measures them."""
-    paper = load(name)
-    rows = list(paper.tables[table](Results(paper.path, measures=False)))
-    return rows, f"`{paper.command(table)}`"
+    return stored_rows(name, table), f"`{load(name).command(table)}`"
 
 
 def ratios(figures: Iterable[float], digits: int = 2) -> str:
@@ -572,6 +564,14 @@ def diagnoses() -> list[str]:
     return markdown(("fault made", "runtime", "right"), doctor.table())
 
 
+def systems() -> list[str]:
+    return markdown(("paper", "use", "measured here"), readme_tables.systems())
+
+
+def trust() -> list[str]:
+    return markdown(("what", "figure", "command"), readme_tables.trust())
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "auto": made_of(auto.evidence),
     "overlap emulated": made_of(exact_overlap.emulated_table),
@@ -609,6 +609,8 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "server loopback": server_loopback,
     "simulator and planner": simulator_and_planner,
     "diagnoses": diagnoses,
+    "systems": systems,
+    "trust": trust,
 }
 
 
@@ -623,7 +625,7 @@ def refreshed(text: str) -> str:
 
 
 def write_pages() -> None:
-    for path in sorted(DOCS.rglob("*.md")):
+    for path in PAGES:
         text = path.read_text()
         if (new := refreshed(text)) != text:
             path.write_text(new)

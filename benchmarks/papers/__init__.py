@@ -14,8 +14,9 @@ Each paper's module has a `PAPER`. Commands are in `__main__`.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
-from benchmarks.papers.results import Paper
+from benchmarks.papers.results import Paper, Results
 
 NAMES = ("mg_wfbp", "osp", "ds_sync", "rina", "gssp", "baselines")
 
@@ -24,3 +25,9 @@ def load(name: str) -> Paper:
     """A paper by the name of its module."""
     paper: Paper = import_module(f"benchmarks.papers.{name}").PAPER
     return paper
+
+
+def stored_rows(name: str, table: str) -> list[dict[str, Any]]:
+    """The rows of a paper's table as they are stored; nothing is measured."""
+    paper = load(name)
+    return list(paper.tables[table](Results(paper.path, measures=False)))

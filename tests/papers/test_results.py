@@ -184,9 +184,7 @@ def test_tables_of_a_page_are_made_of_the_kept_figures(name):
     assert refreshed(text, load) == text, "run: python -m benchmarks.papers --show"
 
 
-@pytest.mark.parametrize(
-    "page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.stem
-)
+@pytest.mark.parametrize("page", page_tables.PAGES, ids=lambda page: page.stem)
 def test_tables_of_measurements_are_made_of_stored_ones(page):
     text = page.read_text()
     fresh = page_tables.refreshed(text)
@@ -194,17 +192,16 @@ def test_tables_of_measurements_are_made_of_stored_ones(page):
 
 
 def test_each_table_of_measurements_is_on_a_page():
-    text = "".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+    text = "".join(page.read_text() for page in page_tables.PAGES)
     shown = [name for _, name in page_tables.PLACE.findall(text)]
     assert sorted(shown) == sorted(page_tables.TABLES)
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
 def test_commands_of_pages_name_papers_and_tables_that_exist():
     commands = [
-        found for path in PAGES for found in re.findall(COMMAND, path.read_text())
+        found
+        for path in page_tables.PAGES
+        for found in re.findall(COMMAND, path.read_text())
     ]
     assert {name for name, _ in commands} == set(NAMES)
     for name, tables in commands:
