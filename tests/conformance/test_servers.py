@@ -61,6 +61,7 @@ LAWS = {
     "ssp:staleness=1": ServerLaws(bound=1),
     "ssp:staleness=3": ServerLaws(bound=3),
     "dssp:staleness=1,extra=1": ServerLaws(bound=2),
+    "dssp:staleness=0,extra=4": ServerLaws(bound=4),
     "r2sp:warmup_steps=2": ANY,
     "sync-switch:bsp_steps=0": ANY,
     "sync-switch:bsp_steps=2": ANY,
