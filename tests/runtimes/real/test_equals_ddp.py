@@ -46,7 +46,6 @@ def assert_close(actual, expected, bound):
 
 @pytest.mark.parametrize("name", CASES)
 def test_real_equals_ddp(trained, name):
-    """After 20 steps; and "everything" after its uneven data, with the model of a rank that trained on."""
     size, folders = trained
     bound = BOUNDS[name.partition("-")[0]]
     for rank in range(size):
@@ -79,12 +78,8 @@ def test_training_moved_the_parameters(trained, name):
     states = [load(folders["real"], "paceline", name, rank) for rank in range(size)]
     for key, parameter in start.named_parameters():
         assert parameter.requires_grad != torch.equal(states[0][key], parameter)
-        moves_on = name == "everything" and parameter.requires_grad
-        for state in states:
+        for state in states[1:]:
             assert torch.equal(state[key], states[0][key])
-            if moves_on:
-                assert torch.equal(state[f"end {key}"], states[0][f"end {key}"])
-                assert not torch.equal(state[f"end {key}"], state[key])
 
 
 COMPRESSED = "compression=top-k,compression.density=0.1,compression.small=0"

@@ -5,23 +5,17 @@ torchrun --nproc-per-node 2 train_cases.py FOLDER paceline ddp
 
 import contextlib
 import sys
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.utils.checkpoint import checkpoint
 
 import paceline
 
 STEPS = 20
-"""Optimizer steps for which all ranks have data."""
-MORE_STEPS = {2: (1, 4), 4: (2, 4, 2, 6)}
-"""For how many more each rank has, by the number of ranks: 4 train, then 2, then 1."""
-LARGEST_NORM = 0.5
 
 
 def perceptron():
@@ -168,8 +162,7 @@ CASES = {
 }
 
 
-def train(engine, make_model, make_optimizer, buckets, passes, everything):
-    """*everything*: clip gradients too, and train on with uneven data."""
+def train(engine, make_model, make_optimizer, buckets, passes):
     rank = dist.get_rank()
     # Each rank builds another model: training starts from rank 0's.
     torch.manual_seed(rank)
@@ -178,7 +171,7 @@ def train(engine, make_model, make_optimizer, buckets, passes, everything):
     if engine == "paceline":
         network = model
         optimizer = paceline.distribute(model, optimizer, buckets=buckets)
-        unsynchronized, join = optimizer.no_sync, optimizer.join
+        unsynchronized = optimizer.no_sync
     else:
         network = nn.parallel.DistributedDataParallel(
             model,
@@ -186,25 +179,18 @@ def train(engine, make_model, make_optimizer, buckets, passes, everything):
             find_unused_parameters=isinstance(model, Experts),
         )
         unsynchronized = network.no_sync
-        join = partial(Join, [network], divide_by_initial_world_size=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=7, gamma=0.5)
     data = torch.Generator().manual_seed(100 + rank)
-
-    def take_steps(count):
-        for _ in range(count):
-            optimizer.zero_grad(set_to_none=passes == 1)
-            for number in range(passes):
-                last = number == passes - 1
-                with contextlib.nullcontext() if last else unsynchronized():
-                    x = torch.randn(6, 12, generator=data)
-                    y = torch.randint(5, (6,), generator=data)
-                    F.cross_entropy(network(x), y).backward()
-            if everything:
-                nn.utils.clip_grad_norm_(model.parameters(), LARGEST_NORM)
-            optimizer.step()
-            scheduler.step()
-
-    take_steps(STEPS)
+    for _ in range(STEPS):
+        optimizer.zero_grad(set_to_none=passes == 1)
+        for number in range(passes):
+            last = number == passes - 1
+            with contextlib.nullcontext() if last else unsynchronized():
+                x = torch.randn(6, 12, generator=data)
+                y = torch.randint(5, (6,), generator=data)
+                F.cross_entropy(network(x), y).backward()
+        optimizer.step()
+        scheduler.step()
     # Under DDP the first forward pass after training shares the buffers, on all ranks
     # together; with paceline they are there, and any rank may evaluate alone.
     network.eval()
@@ -214,16 +200,6 @@ def train(engine, make_model, make_optimizer, buckets, passes, everything):
             x = torch.randn(6, 12, generator=torch.Generator().manual_seed(9))
             evaluated["evaluated"] = network(x)
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    if everything:
-        network.train()
-        with join():
-            take_steps(MORE_STEPS[dist.get_world_size()][rank])
-        # Running statistics cannot be compared: under Join DDP takes those of the highest rank
-        # that still trains, and paceline the lowest's. Both count every batch.
-        counts = {n: b for n, b in model.named_buffers() if n.endswith("_tracked")}
-        held = dict(model.named_parameters()) | counts
-        ended = {f"end {name}": value.detach().clone() for name, value in held.items()}
-        return state | evaluated | ended
     if engine == "paceline":
         optimizer.finish()
         for name, value in model.state_dict().items():
@@ -236,7 +212,7 @@ def main():
     dist.init_process_group("gloo")
     for engine in engines:
         for name, case in CASES.items():
-            result = train(engine, *case, name == "everything")
+            result = train(engine, *case)
             path = Path(folder) / f"{engine}-{name}-{dist.get_rank()}.pt"
             torch.save(result, path)
     dist.destroy_process_group()
