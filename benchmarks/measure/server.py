@@ -1,6 +1,6 @@
 """A parameter server over loopback: what it moves, how long a step takes, what it holds.
 
-    python -m benchmarks.measure.server throughput                       # plain, then CURVE
+    python -m benchmarks.measure.server throughput                       # shared memory, then sockets
     python -m benchmarks.measure.server throughput --workers 4 --megabytes 100 --steps 10 --json
     python -m benchmarks.measure.server step                             # 2 and 4 processes
     python -m benchmarks.measure.server step --processes 2 --pairs 60
@@ -43,8 +43,16 @@ from paceline.parameter_server.process.host import ServerHost
 from paceline.records import StepRecorder
 from paceline.transport.connection import ServerConnection
 from paceline.transport.listener import ServerListener
+from paceline.transport.shared_memory import SWITCH
 
 # ---- throughput ----
+
+MODES = {
+    "shared memory": {"PACELINE_SECRET": "", SWITCH: "1"},
+    "sockets": {"PACELINE_SECRET": "", SWITCH: "0"},
+    "sockets, encrypted": {"PACELINE_SECRET": secrets.token_hex(32), SWITCH: "0"},
+}
+"""How payloads travel, with the environment for it. In shared memory nothing is encrypted."""
 
 WARM_UP = 2
 
@@ -149,8 +157,8 @@ def run_worker(options):
     print(json.dumps({"seconds": starts[WARM_UP:], "cpu": cpu}), flush=True)
 
 
-def measure_throughput(options, secret):
-    environment = {**os.environ, "PACELINE_SECRET": secret, "OMP_NUM_THREADS": "1"}
+def measure_throughput(options, mode):
+    environment = {**os.environ, **MODES[mode], "OMP_NUM_THREADS": "1"}
     token = secrets.token_hex(8)
     shared = [*sys.argv[1:], "--token", token]
 
@@ -178,7 +186,7 @@ def measure_throughput(options, secret):
     moved = 2 * options.workers * options.megabytes * 1e6
     total = end["cpu"] + sum(report["cpu"] for report in reports)
     return {
-        "mode": "CURVE" if secret else "plain",
+        "mode": mode,
         "Gbit/s": moved * 8 / statistics.median(seconds) / 1e9,
         "best Gbit/s": moved * 8 / min(seconds) / 1e9,
         "CPU s/GB": total / (moved * options.steps / 1e9),
@@ -291,9 +299,9 @@ def throughput(options):
         (run_server if options.role == "server" else run_worker)(options)
         return
     with stored.Store("server throughput", options.store) as store:
-        for mode, secret in (("plain", ""), ("CURVE", secrets.token_hex(32))):
+        for mode in MODES:
             if options.mode in (None, mode):
-                row = measure_throughput(options, secret)
+                row = measure_throughput(options, mode)
                 for name, unit in UNITS.items():
                     store.add(f"{mode}, {name}", row[name], unit)
                 if options.json:
@@ -328,10 +336,9 @@ def table():
     """Rows of the table of docs: what, figure, command."""
     command = "`python -m benchmarks.measure.{}`"
     moved = stored.Figures("server throughput")
-    modes = ("plain", "CURVE")
     yield [
-        "throughput of a server with 4 workers on one machine, both directions summed: plain; encrypted",
-        "; ".join(moved.text(f"{mode}, Gbit/s", ".0f") for mode in modes) + " Gbit/s",
+        f"throughput of a server with 4 workers on one machine, both directions summed: {'; '.join(MODES)}",
+        "; ".join(moved.text(f"{mode}, Gbit/s", ".0f") for mode in MODES) + " Gbit/s",
         command.format("server throughput"),
     ]
     steps = stored.Figures("server step")
@@ -349,8 +356,8 @@ def table():
         ]
     yield [
         "processor seconds per GB of 4 workers on the server's machine that push and pull 100 MB in "
-        "pieces of 8 MB: plain; encrypted",
-        "; ".join(moved.text(f"{mode}, CPU s/GB", ".1f") for mode in modes),
+        f"pieces of 8 MB: {'; '.join(MODES)}",
+        "; ".join(moved.text(f"{mode}, CPU s/GB", ".1f") for mode in MODES),
         command.format("server throughput"),
     ]
     held = stored.Figures("server memory")
@@ -372,7 +379,7 @@ def main():
     one.add_argument("--megabytes", type=float, default=100)
     one.add_argument("--bucket", type=float, default=8, help="megabytes")
     one.add_argument("--steps", type=int, default=10)
-    one.add_argument("--mode", choices=["plain", "CURVE"])
+    one.add_argument("--mode", choices=list(MODES))
     one.add_argument("--json", action="store_true")
     for hidden in ("role", "token"):
         one.add_argument(f"--{hidden}", help=argparse.SUPPRESS)
