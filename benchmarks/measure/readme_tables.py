@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from benchmarks.measure import (
     agreement,
@@ -121,8 +121,9 @@ def systems() -> Iterator[list[str]]:
 SHOWN_LINKS = (200, 400, 1000)
 
 
-def joined(texts: list[str]) -> str:
-    *first, last = texts
+def listed(texts: Iterable[object]) -> str:
+    """As words: "1, 2 and 3"."""
+    *first, last = map(str, texts)
     return f"{', '.join(first)} and {last}"
 
 
@@ -139,18 +140,20 @@ def predictions() -> list[str]:
 
 
 def steps_beside_ddp() -> list[str]:
-    columns = ddp_over_emulated_links.LINKS
-    table = {name: cells for name, *cells in ddp_over_emulated_links.exact_table()}
-
-    def at(row: str) -> list[str]:
-        return [table[row][columns.index(mbit)] for mbit in SHOWN_LINKS]
-
-    # A cell of bsp: seconds (over the limit).
-    over_limit = [cell.partition("(")[2].rstrip(")") for cell in at("**paceline bsp**")]
+    benchmark = ddp_over_emulated_links
+    figures = stored.Figures(benchmark.benchmark(compression=False))
+    over_limit = (
+        figures.text(benchmark.row_name("paceline bsp", "bound_ratio", mbit))
+        for mbit in SHOWN_LINKS
+    )
+    table = {name: cells for name, *cells in benchmark.exact_table()}
+    over_best = dict(
+        zip(benchmark.LINKS, table["bsp / DDP, best of five bucket caps"], strict=True)
+    )
     return [
-        f"step of `bsp` on 8 hosts at {joined([str(mbit) for mbit in SHOWN_LINKS])} Mbit/s",
-        f"{joined(over_limit)} times the physical limit; "
-        f"{joined(at('bsp / DDP, best of five bucket caps'))} times DDP's step with the best of five "
+        f"step of `bsp` on 8 hosts at {listed(SHOWN_LINKS)} Mbit/s",
+        f"{listed(over_limit)} times the physical limit; "
+        f"{listed(over_best[mbit] for mbit in SHOWN_LINKS)} times DDP's step with the best of five "
         "bucket sizes",
         "`python -m benchmarks.measure.ddp_over_emulated_links`",
     ]
