@@ -272,6 +272,21 @@ def test_workers_with_one_batch_train_as_one_without_paceline(
     assert torch.equal(end, train_alone(**options))
 
 
+@pytest.mark.parametrize("workers", [1, 4])
+def test_that_holds_while_a_schedule_moves_rate_and_momentum(workers):
+    def prepare(optimizer):
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, max_lr=0.3, total_steps=20
+        )
+        return schedule.step
+
+    expected = train_alone(prepare=prepare)
+    method = MASKS["0.5 random"]
+    end = train_to_one_model(method, workers, same=True, prepare=prepare)
+    assert torch.equal(end, expected)
+    assert not torch.equal(expected, train_alone())
+
+
 def test_an_optimizer_of_whole_tensors_gets_whole_tensors():
     class Matrices(nn.Module):
         def __init__(self):
@@ -288,6 +303,13 @@ def test_an_optimizer_of_whole_tensors_gets_whole_tensors():
     assert torch.equal(end, train_alone(**options))
     with pytest.raises(WorkerFailedError, match=r"LBFGS.*piece by piece"):
         train_to_one_model(ALL, 1, optimizer=torch.optim.LBFGS)
+
+
+def test_what_is_deferred_in_pieces_is_what_is_deferred_whole():
+    """Only the order of sums could differ, and there is none with two workers."""
+    whole = train_to_one_model(ALL.replace("chunk=64", "chunk=100000"), 2)
+    assert torch.equal(train_to_one_model(ALL, 2), whole)
+    assert torch.equal(train_to_one_model(ALL.replace("chunk=64", "chunk=4"), 2), whole)
 
 
 # ---- T4: the mean of tentative values ----
