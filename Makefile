@@ -15,7 +15,7 @@ READY := $(VENV)/.ready
 
 # The main job: which method, here? Planned, then each class's best trained for real, in virtual
 # time, on a described network: a table that says what is gained. A step is taken to compute for
-# 60 ms, so that the table is the same everywhere.
+# 60 ms, so that the times are the same everywhere.
 demo: $(READY)
 	$(BIN)/paceline compare examples/digits.py --workers 8 --link 100mbit --seed 0 \
 	    --forward 0.02 --backward 0.04 --until accuracy=0.95
